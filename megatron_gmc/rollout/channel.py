@@ -1,0 +1,100 @@
+"""One engine as the driver sees it: which version it holds and how many calls it has open."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_gmc.rollout.engine import Engine, EngineError
+from megatron_gmc.rollout.meter import Meter
+from megatron_gmc.rollout.types import Refusal, Sample, SampleRequest, SamplingParams
+
+NO_VERSION = -1
+"""Held by an engine that has loaded no weights of this run yet."""
+
+
+class EngineChannel:
+    """Wraps an engine; every error that comes out of it is an EngineError with its name.
+
+    `version` is what the engine acknowledged, `asked` what it was last told to load (equal while
+    it is not switching), `versions` all that it was ever told to load, newest first.
+    """
+
+    def __init__(
+        self, engine: Engine, meter: Meter, limit: int | None, answered: Callable[[], None]
+    ) -> None:
+        self.name = engine.name
+        self.started = False
+        self.version = NO_VERSION
+        self.asked = NO_VERSION
+        self.versions: deque[int] = deque()
+        self.calls = 0
+        self._engine = engine
+        self._meter = meter
+        self._limit = limit
+        self._answered = answered
+
+    @property
+    def free(self) -> bool:
+        """Whether one more sampling call may be opened."""
+        return self.started and (self._limit is None or self.calls < self._limit)
+
+    async def start(self) -> None:
+        with self._meter.during("start", self.name), self._named():
+            await self._engine.start()
+        self.started = True
+
+    def ask(self, version: int) -> None:
+        """Note, before `load` runs, that the engine goes to `version`."""
+        assert version > self.asked == self.version, (version, self.asked, self.version)
+        self.asked = version
+        self.versions.appendleft(version)
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Load the version asked for; return when the engine holds it."""
+        with self._meter.during("switch", self.name), self._named():
+            await self._engine.update_weights(folder, version)
+            held = await self._engine.version()
+        if held != version:
+            raise EngineError(
+                f"{self.name}: acknowledged version {version} but holds {held}; restart the engine"
+            )
+        self.version = version
+
+    def reserve(self) -> None:
+        """Count a call from the moment it is decided on; `sample` gives it back."""
+        self.calls += 1
+
+    async def sample(
+        self, requests: Sequence[SampleRequest], params: SamplingParams
+    ) -> list[list[Sample | Refusal]]:
+        """Sample a reserved call; the answer has `count` entries for each request."""
+        try:
+            with self._meter.during("sample", self.name), self._named():
+                answers = await self._engine.sample(requests, params)
+        finally:
+            self.calls -= 1
+        self._answered()
+        asked = [request.count for request in requests]
+        got = [len(answer) for answer in answers]
+        if got != asked:
+            raise EngineError(
+                f"{self.name}: answered {got} samples for requests of {asked}; "
+                "check that the engine speaks this version's protocol"
+            )
+        return answers
+
+    async def close(self) -> None:
+        with self._named():
+            await self._engine.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            if self.name in str(error):
+                raise
+            raise EngineError(f"{self.name}: {error}") from error
