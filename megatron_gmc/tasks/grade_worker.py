@@ -23,8 +23,6 @@ from typing import Any, Literal
 
 Scorer = Callable[[str, str, str], object]
 Kind = Literal["math_verify", "reasoning_gym", "function"]
-
-
 FailureReason = Literal["raised", "not_a_number", "timeout", "died"]
 
 _DETAIL_LIMIT = 500
@@ -84,6 +82,8 @@ def make_scorer(kind: Kind, option: str | None) -> Scorer:
     if kind == "math_verify":
         return _math_scorer()
     if kind == "reasoning_gym":
+        # Before the first response, whose time limit must not pay for the import.
+        importlib.import_module("reasoning_gym")
         return partial(score_entry, option)
     assert option is not None, "a function grader has a path"
     return load_function(option)
@@ -132,6 +132,8 @@ def _math_scorer() -> Scorer:
     # Its own limits are off, as the parent process ends a scorer that runs too long; the library
     # would warn about that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # Loads its grammars, for which the first response's time limit must not pay.
+    parse("$1$", parsing_timeout=None)
 
     def score_math(response: str, answer: str, metadata: str) -> bool:
         # Without a maths environment the library reads plain LaTeX only in part.

@@ -54,7 +54,7 @@ def worker_pids() -> set[int]:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Grader]:
-    config = FunctionGrader(path=f"{HOSTILE}:by_command", timeout_s=1)
+    config = FunctionGrader(path=f"{HOSTILE}:by_command", timeout_s=2)
     with closing(Grader(config, workers=2)) as grader:
         yield grader
 
