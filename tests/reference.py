@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, localcontext
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
+
+from tests.estimators.oracle import (
+    TOKEN_METHODS,
+    Member,
+    Params,
+    decimal_exp,
+    method_weights,
+    trajectory_weights,
+)
 
 
 class ReferenceTrajectory(TypedDict):
@@ -37,7 +46,7 @@ class Reference(NamedTuple):
     mass: dict[int, float]
     """Group → M."""
     weights: list[float]
-    """Of each trajectory; with grpo the mean over its loss tokens."""
+    """Of each trajectory; with a token method the mean over its loss tokens."""
     log_ratios: list[float]
     advantages: list[float]
 
@@ -46,16 +55,16 @@ def reference_gradient(
     hf_model: nn.Module,
     trajectories: Sequence[ReferenceTrajectory],
     estimator: str,
-    params: Mapping[str, float],
+    params: Params,
     advantage: str,
     aggregation: str,
     temperature: float,
 ) -> Reference:
     """Loss, gradient, masses and weights of one batch of whole groups.
 
-    estimator: gmc, none, is, tic_clip, tic_mask (params: epsilon) or grpo (clip_low, clip_high).
-    The loss is −Σ_i w_i A_i Σ_t log π over the denominator, with w held fixed; grpo's gradient
-    comes from differentiating min(rA, clip(r)A) itself.
+    estimator, params: the method's name and all of its parameters. The loss is −Σ_i w_i A_i Σ_t
+    log π over the denominator, with w held fixed (and A_i − Ā for A_i in the capped groups of
+    gmc_differentiable); grpo's gradient comes from differentiating min(rA, clip(r)A) itself.
     """
     model = copy.deepcopy(hf_model).double().cpu().eval()
     model.zero_grad(set_to_none=True)
@@ -67,28 +76,40 @@ def reference_gradient(
     log_ratios = [math.fsum(ratios) for ratios in token_log_ratios]
     mass = _masses(trajectories, log_ratios)
     total_tokens = sum(len(ratios) for ratios in token_log_ratios)
+    behaviour = [
+        math.fsum(b for b, used in zip(t["behaviour_log_prob"], t["mask"], strict=True) if used)
+        for t in trajectories
+    ]
+    members = [
+        Member(log_ratio, len(ratios), advantage_, behaviour_)
+        for log_ratio, ratios, advantage_, behaviour_ in zip(
+            log_ratios, token_log_ratios, advantages, behaviour, strict=True
+        )
+    ]
+    groups = [trajectory["group"] for trajectory in trajectories]
+    token_weights = method_weights(estimator, params, members, groups, token_log_ratios)
+    baselines = _baselines(estimator, params, members, groups)
     loss = 0.0
-    weights = []
     for i, trajectory in enumerate(trajectories):
         tokens = len(token_log_ratios[i])
-        scale = advantages[i] / (total_tokens if aggregation == "token_mean" else len(trajectories))
+        denominator = total_tokens if aggregation == "token_mean" else len(trajectories)
         if aggregation == "trajectory_mean" and tokens:
-            scale /= tokens
-        if estimator == "grpo":
-            token_weights = [_grpo_weight(r, advantages[i], params) for r in token_log_ratios[i]]
-            weights.append(math.fsum(token_weights) / tokens if tokens else 1.0)
-        else:
-            cap = 1 + params.get("epsilon", math.inf)
-            weights.append(_WEIGHTS[estimator](log_ratios[i], mass[trajectory["group"]], cap))
-            token_weights = [weights[i]] * tokens
+            denominator *= tokens
+        scale = (advantages[i] - baselines[i]) / denominator
         if scale == 0 or tokens == 0:
             continue
         pairs = _loss_tokens(model, trajectory, temperature)
-        terms = [-scale * w * p for w, (p, _) in zip(token_weights, pairs, strict=True)]
+        terms = [-scale * w * p for w, (p, _) in zip(token_weights[i], pairs, strict=True)]
         loss += math.fsum(float(term.detach()) for term in terms)
         if estimator == "grpo":
             terms = [-_grpo_surrogate((p - b).exp(), scale, params) for p, b in pairs]
         torch.stack(terms).sum().backward()
+    weights = [
+        math.fsum(of_tokens) / len(of_tokens)
+        if of_tokens
+        else _without_tokens(estimator, params, members, groups, i)
+        for i, of_tokens in enumerate(token_weights)
+    ]
     gradient = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
@@ -119,7 +140,7 @@ def _masses(
     mass = {}
     for group in {t["group"] for t in trajectories}:
         ratios = [
-            _exp(log_ratio)
+            decimal_exp(log_ratio)
             for log_ratio, t in zip(log_ratios, trajectories, strict=True)
             if t["group"] == group
         ]
@@ -127,41 +148,37 @@ def _masses(
     return mass
 
 
-def _exp(value: float) -> Decimal:
-    with localcontext(prec=50):
-        return Decimal(value).exp()
-
-
-def _gmc_weight(log_ratio: float, mass: Decimal, cap: float) -> float:
-    if mass == 0:
-        return 0.0
-    with localcontext(prec=50):
-        return float(_exp(log_ratio) * min(Decimal(1), Decimal(cap) / mass))
-
-
-_WEIGHTS: dict[str, Callable[[float, Decimal, float], float]] = {
-    "gmc": _gmc_weight,
-    "none": lambda log_ratio, mass, cap: 1.0,
-    "is": lambda log_ratio, mass, cap: math.exp(log_ratio),
-    "tic_clip": lambda log_ratio, mass, cap: min(math.exp(min(log_ratio, 700.0)), cap),
-    "tic_mask": lambda log_ratio, mass, cap: (
-        math.exp(log_ratio) if log_ratio <= math.log(cap) else 0.0
-    ),
-}
-
-
-def _grpo_weight(log_ratio: float, advantage: float, params: Mapping[str, float]) -> float:
-    ratio = math.exp(log_ratio)
-    if advantage > 0 and ratio > 1 + params["clip_high"]:
-        return 0.0
-    if advantage < 0 and ratio < 1 - params["clip_low"]:
-        return 0.0
-    return ratio
-
-
-def _grpo_surrogate(ratio: Tensor, advantage: float, params: Mapping[str, float]) -> Tensor:
+def _grpo_surrogate(ratio: Tensor, advantage: float, params: Params) -> Tensor:
     clipped = ratio.clamp(1 - params["clip_low"], 1 + params["clip_high"])
     return torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def _baselines(
+    estimator: str, params: Params, members: Sequence[Member], groups: Sequence[int]
+) -> list[float]:
+    """What gmc_differentiable takes off the advantages of a capped group; 0 otherwise."""
+    result = [0.0] * len(members)
+    if estimator != "gmc_differentiable":
+        return result
+    for group in set(groups):
+        indexes = [i for i, g in enumerate(groups) if g == group]
+        ratios = [decimal_exp(members[i].log_ratio) for i in indexes]
+        if sum(ratios) / len(ratios) > 1 + Decimal(params["epsilon"]):
+            products = [
+                r * Decimal(members[i].advantage) for r, i in zip(ratios, indexes, strict=True)
+            ]
+            for i in indexes:
+                result[i] = float(sum(products) / sum(ratios))
+    return result
+
+
+def _without_tokens(
+    estimator: str, params: Params, members: Sequence[Member], groups: Sequence[int], index: int
+) -> float:
+    """The weight of a trajectory that has no loss token: a token method has none to average."""
+    if estimator in TOKEN_METHODS:
+        return 1.0
+    return trajectory_weights(estimator, params, members, groups)[index]
 
 
 def _advantages(trajectories: Sequence[ReferenceTrajectory], kind: str) -> list[float]:
@@ -184,6 +201,14 @@ def _advantages(trajectories: Sequence[ReferenceTrajectory], kind: str) -> list[
             continue
         rewards.append(own)
         mean = math.fsum(rewards) / len(rewards)
+        if kind == "whitened":
+            result.append((own - mean) / _spread_of_batch(trajectories))
+            continue
         spread = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
         result.append((own - mean) / (spread + 1e-6 if kind == "group_mean_std" else 1.0))
     return result
+
+
+def _spread_of_batch(trajectories: Sequence[ReferenceTrajectory]) -> float:
+    deviations = _advantages(trajectories, "group_mean")
+    return math.sqrt(math.fsum(d**2 for d in deviations) / len(deviations)) + 1e-6

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from megatron_gmc.estimators.ratios import group_sizes
+from megatron_gmc.estimators.groups import Groups
 
-AdvantageKind = Literal["leave_one_out", "group_mean", "group_mean_std", "none"]
+AdvantageKind = Literal["leave_one_out", "group_mean", "group_mean_std", "whitened", "none"]
 
 STD_FLOOR = 1e-6
 """δ in (r − mean)/(σ + δ): far below any spread of graded rewards, it only rules out 0/0."""
@@ -21,39 +20,35 @@ def advantages(reward_N: Tensor, group_N: Tensor, groups: int, kind: AdvantageKi
     leave_one_out   r_i − mean of the other members; unbiased, off-policy as well
     group_mean      r_i − mean of the group, which is (1 − 1/G) of the above
     group_mean_std  group_mean over (σ + 1e-6), σ the population form (divided by G)
+    whitened        group_mean over (σ + 1e-6), σ that of all the batch's group_mean advantages,
+                    the population form: one scale for every prompt (arXiv 2501.03262,
+                    REINFORCE++-baseline)
     none            r_i itself, for groups of one
 
-    The first three are exactly 0 in a group of equal rewards, a member of any group sees no other
-    group, and a NaN reward stays in its own group. Computed in float64; `reward_N` is any float
+    All but none are exactly 0 in a group of equal rewards; all but whitened see no other group, so
+    that a NaN reward stays in its own. Computed in float64; `reward_N` is any float
     [N], `group_N` int64 [N], dense in [0, groups), in any order.
 
     Raises ValueError for a group of one with leave_one_out.
     """
     if kind == "none":
         return reward_N.float()
-    size_P = group_sizes(group_N, groups)
+    layout = Groups.of(group_N, groups)
+    size_P = layout.sizes()
     if kind == "leave_one_out" and bool((size_P == 1).any()):
         raise ValueError(
             f"advantage: leave_one_out compares with the other members, and group "
             f"{int((size_P == 1).nonzero()[0])} has one trajectory; use groups of 2 or more"
         )
-    size_N = size_P[group_N]
-    excess_N = _above_smallest(reward_N.double(), group_N, groups)
-    deviation_N = excess_N - _group_total(excess_N, group_N, groups) / size_N
+    size_N = layout.spread(size_P)
+    # Advantages do not change with a constant; taken off first, equal rewards leave exact zeros.
+    excess_N = layout.add(reward_N.double(), layout.max(-reward_N.double()))
+    deviation_N = layout.add(excess_N, -layout.sum(excess_N) / size_P)
     if kind == "leave_one_out":
         return (deviation_N * (size_N / (size_N - 1))).float()
     if kind == "group_mean":
         return deviation_N.float()
-    variance_N = _group_total(deviation_N.square(), group_N, groups) / size_N
-    return (deviation_N / (variance_N.sqrt() + STD_FLOOR)).float()
-
-
-def _above_smallest(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
-    # Advantages do not change with a constant; taken off first, equal rewards leave exact zeros.
-    smallest_P = reward_N.new_full((groups,), torch.inf)
-    smallest_P = smallest_P.scatter_reduce(0, group_N, reward_N, "amin")
-    return reward_N - smallest_P[group_N]
-
-
-def _group_total(value_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
-    return value_N.new_zeros(groups).scatter_add(0, group_N, value_N)[group_N]
+    if kind == "whitened":
+        return (deviation_N / (deviation_N.square().mean().sqrt() + STD_FLOOR)).float()
+    variance_P = layout.sum(deviation_N.square()) / size_P
+    return (deviation_N / (layout.spread(variance_P).sqrt() + STD_FLOOR)).float()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_gmc.estimators.records import TokenRatios, TrajectoryRatios
 
+Scope = Literal["trajectory", "group", "batch"]
+"""What must be known before a weight is: the trajectory itself, its group, or the whole batch."""
+
 
 class _Method:
     """What both kinds have in common; a method is a frozen dataclass of its parameters."""
+
+    scope: ClassVar[Scope] = "trajectory"
 
     # Read by pydantic when a config tree holds the dataclass: an unknown parameter is refused.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -26,9 +31,6 @@ class _Method:
 
 class TrajectoryEstimator(_Method, ABC):
     """A method with one weight for each trajectory."""
-
-    needs_group: ClassVar[bool]
-    """Whether a trajectory's weight depends on the other members of its group."""
 
     @abstractmethod
     def log_weights(self, ratios: TrajectoryRatios) -> Tensor:
@@ -45,7 +47,7 @@ class TrajectoryEstimator(_Method, ABC):
 
 
 class TokenEstimator(_Method, ABC):
-    """A method with a weight for each loss token, whatever else is in the batch."""
+    """A method with a weight for each loss token."""
 
     @abstractmethod
     def log_weights(self, ratios: TokenRatios) -> Tensor:
@@ -58,7 +60,7 @@ class TokenEstimator(_Method, ABC):
 
     def coefficients(self, ratios: TokenRatios) -> Tensor:
         """What multiplies ∇ log π(token) in the ascent direction: w·A, float64 [K]."""
-        return times_advantage(self.weights(ratios), ratios.advantage_N[ratios.trajectory_K])
+        return times_advantage(self.weights(ratios), ratios.advantage_K)
 
 
 Estimator = TrajectoryEstimator | TokenEstimator
@@ -76,6 +78,24 @@ def check_above_zero(field: str, value: float) -> None:
         raise ValueError(f"{field} must be above 0, got {value:g}")
     if value == math.inf:
         raise ValueError(f"{field} must be finite, got {value:g}")
+
+
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Refuse the widths of a clip to [1 − low, 1 + high] that is none; raises ValueError."""
+    check_above_zero("clip_high", clip_high)
+    check_above_zero("clip_low", clip_low)
+    if clip_low >= 1:
+        raise ValueError(f"clip_low must be below 1, got {clip_low:g}")
+
+
+def is_clipped(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where the gradient of min(rA, clip(r, 1 − low, 1 + high)A) is 0: bool, elementwise.
+
+    That is A > 0 with r > 1 + high and A < 0 with r < 1 − low: a step that leads further away.
+    """
+    too_high = (advantage > 0) & (log_ratio > math.log1p(clip_high))
+    too_low = (advantage < 0) & (log_ratio < math.log1p(-clip_low))
+    return too_high | too_low
 
 
 def _guarded_exp(log_weight: Tensor, log_ratio: Tensor) -> Tensor:

@@ -11,12 +11,18 @@ Each line: metrics, what they are, and what the mean is taken over.
 - ratio/capped_share: M > c (groups); only for a method with a cap
 - ratio/deficit_mean: (M − c)₊, the least possible distance from the ratios (groups); with a cap
 - ratio/retained_mass: weight (trajectories), what is left of an expected gradient weight of 1
+- ratio/is_ratio_mean: ρ (trajectories); the mean mass, where groups are of one size
+- ratio/pareto_k: shape k̂ of the generalised Pareto law that fits the largest ρ of the batch
+  (trajectories); above 0.7 the mean of ρ is not being estimated, and so no mass is; absent below
+  25 possible trajectories
 - ratio/ess: (Σρ)²/(G Σρ²), effective share of the samples (groups); 0 for M = 0
 - ratio/largest_share: max ρ/Σρ (groups); 0 for M = 0
 - ratio/log_ratio_mean, log_ratio_sd: mean and sample standard deviation (divided by n − 1) of ℓ
   over the batch (trajectories, those at −inf left out)
 - ratio/log_ratio_sd_lag0: the same at lag 0, engine against learner; absent below two trajectories
 - ratio/minus_inf_trajectories: how many have ℓ = −inf and so a weight of 0 (a count)
+- ratio/clip_frac: loss tokens that a clip or a mask leaves without weight although their ratio is
+  not 0 (tokens); 0 for a method that only truncates
 - ratio/mismatch_kl, mismatch_k3_kl: estimates k1 (behaviour − current log-prob) and k3 of
   KL(behaviour ‖ current) (tokens)
 - lag/mean, min, max, share_0, share_1, …: learner version − version of the oldest token, and the
@@ -31,14 +37,19 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_gmc.estimators.ratios import group_sizes, log_mass, log_sum
+from megatron_gmc.estimators.pareto import pareto_shape
+from megatron_gmc.estimators.ratios import group_log_mass, log_sum
 from megatron_gmc.estimators.records import TrajectoryRatios
 
 LOG_LARGEST_FLOAT = math.log(sys.float_info.max)
+
+MISMATCH_LIMIT = 1.0
+"""Of sd(ℓ) at lag 0; at 1 trajectory-wise capping at 1.2 keeps about two thirds of the weight."""
 
 
 def step_diagnostics(
@@ -47,6 +58,7 @@ def step_diagnostics(
     *,
     epsilon: float | None,
     k3_sum_N: Tensor,
+    clipped_N: Tensor,
     lag_N: Tensor,
 ) -> dict[str, float]:
     """Metrics of a step from the whole batch's per-trajectory values; names in the module's table.
@@ -54,21 +66,42 @@ def step_diagnostics(
     ratios: all groups of the batch over all ranks; weight_N float64 [N], a trajectory method's
     weights, or the mean over the trajectory's loss tokens of a token method's
     (`trajectory_means`); epsilon: `Estimator.epsilon`; k3_sum_N float64 [N] from `k3_sums`;
-    lag_N int64 [N]. A metric without its data (a cap, two trajectories, a token) is absent.
+    clipped_N float64 [N], how many of the trajectory's loss tokens have weight 0 and a ratio that
+    is not; lag_N int64 [N]. A metric without its data (a cap, two trajectories, a token) is absent.
     """
     assert len(ratios.log_ratio_N) > 0, "a step has at least one trajectory"
-    assert weight_N.shape == k3_sum_N.shape == lag_N.shape == ratios.log_ratio_N.shape
-    log_mass_P = log_mass(ratios.log_ratio_N, ratios.group_N, ratios.groups)
+    for value_N in (weight_N, k3_sum_N, clipped_N, lag_N):
+        assert value_N.shape == ratios.log_ratio_N.shape, value_N.shape
+    log_mass_P = group_log_mass(ratios.log_ratio_N, ratios.grouping)
     return {
         **_mass_metrics(log_mass_P),
         **_cap_metrics(log_mass_P, epsilon),
+        "ratio/is_ratio_mean": _exp_of_mean(ratios.log_ratio_N),
         "ratio/retained_mass": float(weight_N.double().mean()),
         **_concentration_metrics(ratios, log_mass_P),
         **_log_ratio_metrics(ratios.log_ratio_N, lag_N),
-        **_kl_metrics(ratios, k3_sum_N),
+        **_token_metrics(ratios, k3_sum_N, clipped_N),
         **_lag_metrics(lag_N),
         "advantage/zero_group_share": _zero_group_share(ratios),
     }
+
+
+def mismatch_warning(metrics: Mapping[str, float]) -> str | None:
+    """What to tell the user where engine and learner disagree with no lag between them, else None.
+
+    `metrics` are those of `step_diagnostics`. Above a standard deviation of 1 in ℓ at lag 0 a cap
+    or a mask throws away much of the gradient before any staleness is there to correct.
+    """
+    spread = metrics.get("ratio/log_ratio_sd_lag0")
+    if spread is None or not spread > MISMATCH_LIMIT:
+        return None
+    return (
+        f"engine and learner disagree: the log-ratios of samples without lag have a standard "
+        f"deviation of {spread:.2f}, above {MISMATCH_LIMIT:g}, so that weights of whole responses "
+        "lose much of the gradient before any lag. Make the two agree (same dtype, float32 output "
+        "layer, same kernels), shorten the responses, or weight tokens (estimator.name tis_token "
+        "or icepop)"
+    )
 
 
 def _mass_metrics(log_mass_P: Tensor) -> dict[str, float]:
@@ -96,13 +129,12 @@ def _cap_metrics(log_mass_P: Tensor, epsilon: float | None) -> dict[str, float]:
 
 
 def _concentration_metrics(ratios: TrajectoryRatios, log_mass_P: Tensor) -> dict[str, float]:
-    size_P = group_sizes(ratios.group_N, ratios.groups)
-    log_total_P = log_mass_P + size_P.log()
-    log_share_N = ratios.log_ratio_N - log_total_P[ratios.group_N]
+    groups = ratios.grouping
+    size_P = groups.sizes()
+    log_share_N = groups.add(ratios.log_ratio_N, -(log_mass_P + size_P.log()))
     log_share_N = torch.where(ratios.log_ratio_N == -torch.inf, -torch.inf, log_share_N)
-    largest_P = torch.full_like(log_mass_P, -torch.inf)
-    largest_P = largest_P.scatter_reduce(0, ratios.group_N, log_share_N, "amax").exp()
-    log_squares_P = log_sum(2 * log_share_N, ratios.group_N, ratios.groups)
+    largest_P = groups.max(log_share_N).exp()
+    log_squares_P = log_sum(2 * log_share_N, groups)
     ess_P = torch.where(log_mass_P == -torch.inf, 0.0, (-log_squares_P).exp() / size_P)
     return {
         "ratio/ess": float(ess_P.mean()),
@@ -115,6 +147,9 @@ def _log_ratio_metrics(log_ratio_N: Tensor, lag_N: Tensor) -> dict[str, float]:
     metrics = {"ratio/minus_inf_trajectories": float((~possible_N).sum())}
     if possible_N.any():
         metrics["ratio/log_ratio_mean"] = float(log_ratio_N[possible_N].mean())
+    shape = pareto_shape(log_ratio_N[possible_N])
+    if shape is not None:
+        metrics["ratio/pareto_k"] = shape
     for name, kept_N in (
         ("ratio/log_ratio_sd", possible_N),
         ("ratio/log_ratio_sd_lag0", possible_N & (lag_N == 0)),
@@ -124,11 +159,14 @@ def _log_ratio_metrics(log_ratio_N: Tensor, lag_N: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _kl_metrics(ratios: TrajectoryRatios, k3_sum_N: Tensor) -> dict[str, float]:
+def _token_metrics(
+    ratios: TrajectoryRatios, k3_sum_N: Tensor, clipped_N: Tensor
+) -> dict[str, float]:
     tokens = int(ratios.tokens_N.sum())
     if tokens == 0:
         return {}
     return {
+        "ratio/clip_frac": float(clipped_N.sum()) / tokens,
         "ratio/mismatch_kl": -float(ratios.log_ratio_N.sum()) / tokens,
         "ratio/mismatch_k3_kl": float(k3_sum_N.sum()) / tokens,
     }
@@ -149,10 +187,7 @@ def _lag_metrics(lag_N: Tensor) -> dict[str, float]:
 
 
 def _zero_group_share(ratios: TrajectoryRatios) -> float:
-    largest_P = torch.zeros(ratios.groups, dtype=torch.float64, device=ratios.advantage_N.device)
-    largest_P = largest_P.scatter_reduce(
-        0, ratios.group_N, ratios.advantage_N.double().abs(), "amax"
-    )
+    largest_P = ratios.grouping.max(ratios.advantage_N.double().abs())
     return float((largest_P == 0).double().mean())
 
 

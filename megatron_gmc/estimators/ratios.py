@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_gmc.estimators.groups import Groups
+
 
 def trajectory_sums(value_K: Tensor, trajectory_K: Tensor, trajectories: int) -> Tensor:
     """Sum of each trajectory's token values, float64 [N]; 0 for a trajectory without a token.
@@ -37,20 +39,10 @@ def k3_sums(log_ratio_K: Tensor, trajectory_K: Tensor, trajectories: int) -> Ten
     return trajectory_sums(torch.expm1(log_ratio_K) - log_ratio_K, trajectory_K, trajectories)
 
 
-def group_sizes(group_N: Tensor, groups: int) -> Tensor:
-    """Number of members of each group, float64 [P]: a whole number's log would be float32."""
-    return torch.bincount(group_N, minlength=groups).double()
-
-
-def log_sum(log_value_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
+def log_sum(log_value_N: Tensor, groups: Groups) -> Tensor:
     """log Σ exp(log_value) over each group, float64 [P]; −inf where every member is −inf."""
-    log_value_N = log_value_N.double()
-    largest_P = log_value_N.new_full((groups,), -torch.inf)
-    largest_P = largest_P.scatter_reduce(0, group_N, log_value_N, "amax")
-    # An infinite shift would turn inf − inf into NaN; without one exp gives the right 0 or inf.
-    shift_P = torch.where(largest_P.isinf(), 0.0, largest_P)
-    scaled_N = (log_value_N - shift_P.gather(0, group_N)).exp_()
-    return torch.zeros_like(shift_P).scatter_add(0, group_N, scaled_N).log() + shift_P
+    scaled_N, shift_P = groups.shifted_exp(log_value_N.double())
+    return groups.sum(scaled_N).log() + shift_P
 
 
 def log_mass(log_ratio_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
@@ -59,4 +51,9 @@ def log_mass(log_ratio_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
     Finite for any finite log-ratios; −inf where every member is −inf; a NaN makes its group's
     mass NaN and no other's.
     """
-    return log_sum(log_ratio_N, group_N, groups) - group_sizes(group_N, groups).log()
+    return group_log_mass(log_ratio_N, Groups.of(group_N, groups))
+
+
+def group_log_mass(log_ratio_N: Tensor, groups: Groups) -> Tensor:
+    """`log_mass` for groups whose layout is known."""
+    return log_sum(log_ratio_N, groups) - groups.sizes().log()

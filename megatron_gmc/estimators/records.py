@@ -6,9 +6,12 @@ Tensor suffixes: _K loss tokens (flat, already selected by the mask), _N traject
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from megatron_gmc.estimators.groups import Groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,9 @@ class TrajectoryRatios:
     tokens_N: Tensor
     """int64 [N]: number of loss tokens."""
     groups: int
+    behaviour_log_prob_N: Tensor | None = None
+    """float64 [N]: sum over loss tokens of the behaviour log-prob, for methods that look at the
+    probabilities themselves (gepo); None where no such method is used."""
 
     def __post_init__(self) -> None:
         assert self.log_ratio_N.dtype == torch.float64, self.log_ratio_N.dtype
@@ -37,10 +43,18 @@ class TrajectoryRatios:
         for value in (self.group_N, self.advantage_N, self.tokens_N):
             assert value.shape == self.log_ratio_N.shape, (value.shape, self.log_ratio_N.shape)
 
+    @cached_property
+    def grouping(self) -> Groups:
+        """`group_N` and how to reduce over it."""
+        return Groups.of(self.group_N, self.groups)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenRatios:
-    """Per-token values of any set of trajectories, for methods that weight each token apart."""
+    """Per-token values for methods that weight each token apart.
+
+    Any set of trajectories will do, except for a method whose scope is the batch.
+    """
 
     log_ratio_K: Tensor
     """float32 or float64 [K]: current − behaviour log-prob of each loss token."""
@@ -48,7 +62,26 @@ class TokenRatios:
     """int64 [K]: index of the token's trajectory in [0, N)."""
     advantage_N: Tensor
     """float32 or float64 [N]."""
+    proximal_log_ratio_K: Tensor | None = None
+    """float32 or float64 [K]: proximal − behaviour log-prob, the proximal policy being the one at
+    the start of the update. None says that it is the current policy, as with one optimizer step
+    a batch; then this ratio is log_ratio_K, and current over proximal is 1."""
 
     def __post_init__(self) -> None:
         assert self.log_ratio_K.ndim == 1, self.log_ratio_K.shape
         assert self.trajectory_K.shape == self.log_ratio_K.shape, self.trajectory_K.shape
+        if self.proximal_log_ratio_K is not None:
+            assert self.proximal_log_ratio_K.shape == self.log_ratio_K.shape
+
+    @property
+    def advantage_K(self) -> Tensor:
+        """The advantage of each token's trajectory."""
+        return self.advantage_N[self.trajectory_K]
+
+    def staleness_and_update(self) -> tuple[Tensor, Tensor]:
+        """log(proximal/behaviour) and log(current/proximal), float64 [K]; they add up to log r."""
+        log_ratio_K = self.log_ratio_K.double()
+        if self.proximal_log_ratio_K is None:
+            return log_ratio_K, torch.zeros_like(log_ratio_K)
+        staleness_K = self.proximal_log_ratio_K.double()
+        return staleness_K, log_ratio_K - staleness_K

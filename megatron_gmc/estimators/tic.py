@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ class TICClip(TrajectoryEstimator):
 
     name: Literal["tic_clip"] = "tic_clip"
     epsilon: float = 0.2
-    needs_group: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_above_zero("epsilon", self.epsilon)
@@ -41,7 +40,6 @@ class TICMask(TrajectoryEstimator):
 
     name: Literal["tic_mask"] = "tic_mask"
     epsilon: float = 0.2
-    needs_group: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_above_zero("epsilon", self.epsilon)

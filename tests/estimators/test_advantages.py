@@ -107,6 +107,18 @@ def test_a_nan_reward_stays_in_its_group(kind: AdvantageKind) -> None:
     assert bool(advantage_N[2:].isfinite().all())
 
 
+def test_whitening_takes_one_scale_for_the_batch() -> None:
+    """Deviations (1/2, −1/2, 0, 0, 3, −3): the root of their mean square is √(37/12)."""
+    reward_N = torch.tensor([1.0, 0.0, 5.0, 5.0, 6.0, 0.0])
+    advantage_N = advantages(reward_N, torch.tensor([0, 0, 1, 1, 2, 2]), 3, "whitened")
+    scale = math.sqrt((0.25 * 2 + 9 * 2) / 6)
+    expected = [0.5 / scale, -0.5 / scale, 0, 0, 3 / scale, -3 / scale]
+    assert advantage_N.tolist() == pytest.approx(expected, rel=1e-5)
+    assert (
+        advantages(torch.ones(4), torch.tensor([0, 0, 1, 1]), 2, "whitened").tolist() == [0.0] * 4
+    )
+
+
 def test_a_spread_out_group_reaches_the_bound_of_the_population_form() -> None:
     """One right answer in G has √(G−1) after division by the population standard deviation."""
     reward_N = torch.tensor([1.0] + [0.0] * 15)

@@ -23,6 +23,7 @@ from megatron_gmc.estimators import (
     trajectory_means,
     trajectory_sums,
 )
+from tests.estimators.records import parameters
 from tests.reference import ReferenceTrajectory, reference_gradient
 
 TEMPERATURE = 0.7
@@ -94,6 +95,7 @@ def selected(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         ("leave_one_out", "token_sum"),
         ("group_mean", "trajectory_mean"),
         ("group_mean_std", "token_mean"),
+        ("whitened", "token_mean"),
         ("none", "token_sum"),
     ],
 )
@@ -110,7 +112,10 @@ def test_one_step(method: str, kind: AdvantageKind, aggregation: AggregationKind
     estimator = ESTIMATORS[method]()
     log_ratio_N = trajectory_sums(log_ratio_K, trajectory_K, n)
     if isinstance(estimator, TrajectoryEstimator):
-        ratios = TrajectoryRatios(log_ratio_N, group_N, advantage_N, tokens_N, 3)
+        behaviour_N = trajectory_sums(log_prob_K.detach() - log_ratio_K, trajectory_K, n)
+        ratios = TrajectoryRatios(
+            log_ratio_N, group_N, advantage_N, tokens_N, 3, behaviour_log_prob_N=behaviour_N
+        )
         coefficient_K = estimator.coefficients(ratios)[trajectory_K]
         weight_N = estimator.weights(ratios)
     else:
@@ -123,8 +128,9 @@ def test_one_step(method: str, kind: AdvantageKind, aggregation: AggregationKind
     )  # fmt: skip
     loss.backward()
 
-    params = {"epsilon": 0.2} if method != "grpo" else {"clip_low": 0.2, "clip_high": 0.2}
-    reference = reference_gradient(model, batch(), method, params, kind, aggregation, TEMPERATURE)
+    reference = reference_gradient(
+        model, batch(), method, parameters(estimator), kind, aggregation, TEMPERATURE
+    )
     assert float(loss.detach()) == pytest.approx(reference.loss, rel=1e-6)
     assert weight_N.tolist() == pytest.approx(reference.weights, rel=1e-6)
     log_mass_P = log_mass(log_ratio_N, group_N, 3)

@@ -17,6 +17,7 @@ from megatron_gmc.estimators import (
     NoCorrection,
     TrajectoryRatios,
     k3_sums,
+    mismatch_warning,
     step_diagnostics,
     trajectory_sums,
 )
@@ -30,6 +31,7 @@ def diagnose(
     epsilon: float | None = 0.2,
     lags: list[int] | None = None,
     k3_sums: list[float] | None = None,
+    clipped: list[float] | None = None,
 ) -> dict[str, float]:
     n = len(ratios.log_ratio_N)
     estimator = NoCorrection() if epsilon is None else GMC(epsilon=epsilon)
@@ -38,6 +40,7 @@ def diagnose(
         estimator.weights(ratios),
         epsilon=estimator.epsilon,
         k3_sum_N=double(k3_sums if k3_sums is not None else [0.0] * n),
+        clipped_N=double(clipped if clipped is not None else [0.0] * n),
         lag_N=torch.tensor(lags if lags is not None else [0] * n),
     )
 
@@ -64,6 +67,7 @@ def by_loops(groups: list[list[float]], epsilon: float) -> dict[str, float]:
         ),
         "ratio/largest_share": statistics.fmean(max(m) / sum(m) for m in ratios),
         "ratio/log_ratio_mean": statistics.fmean(flat),
+        "ratio/is_ratio_mean": statistics.fmean(math.exp(r) for r in flat),
         "ratio/log_ratio_sd": statistics.stdev(flat),
     }
 
@@ -105,6 +109,29 @@ def test_mismatch_at_lag_zero_takes_those_trajectories_alone() -> None:
     assert "ratio/log_ratio_sd_lag0" not in diagnose(ratios, lags=[1, 1, 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("spread", "warned"), [(0.99, False), (1.0, False), (1.01, True), (None, False)]
+)
+def test_a_mismatch_without_lag_is_told_with_its_remedy(spread: float | None, warned: bool) -> None:
+    metrics = {} if spread is None else {"ratio/log_ratio_sd_lag0": spread}
+    text = mismatch_warning({"ratio/log_ratio_sd": 5.0, **metrics})
+    assert (text is not None) == warned
+    if text is not None:
+        assert "deviation of 1.01" in text
+        assert "tis_token" in text
+
+
+def test_the_tail_of_a_batch() -> None:
+    """Log-normal ratios of σ = 3 are beyond 0.7, those of σ = 0.1 far below; none for 24."""
+    generator = torch.Generator().manual_seed(0)
+    normal_N = torch.randn(1024, generator=generator, dtype=torch.float64)
+    groups = [i // 8 for i in range(1024)]
+    heavy = diagnose(trajectory_ratios(3 * normal_N, groups))["ratio/pareto_k"]
+    light = diagnose(trajectory_ratios(0.1 * normal_N, groups))["ratio/pareto_k"]
+    assert light < 0.3 < 0.7 < heavy
+    assert "ratio/pareto_k" not in diagnose(trajectory_ratios(normal_N[:24]))
+
+
 def test_lags() -> None:
     metrics = diagnose(trajectory_ratios([0.0] * 4), lags=[16, 2, 2, 0])
     assert {k: v for k, v in metrics.items() if k.startswith("lag/")} == {
@@ -130,6 +157,12 @@ def test_divergence_is_per_token() -> None:
     divergence = float((behaviour * (behaviour / current).log()).sum())
     assert metrics["ratio/mismatch_kl"] == pytest.approx(divergence, rel=1e-12)
     assert metrics["ratio/mismatch_k3_kl"] == pytest.approx(divergence, rel=1e-12)
+
+
+def test_clipped_tokens_are_counted_over_tokens() -> None:
+    ratios = trajectory_ratios([0.0, 0.0], tokens=[5, 3])
+    assert diagnose(ratios, clipped=[1, 1])["ratio/clip_frac"] == pytest.approx(2 / 8)
+    assert "ratio/clip_frac" not in diagnose(trajectory_ratios([0.0], tokens=[0]))
 
 
 def test_impossible_trajectories_are_counted() -> None:
@@ -195,5 +228,8 @@ def test_groups_without_a_signal() -> None:
 @pytest.mark.parametrize("method", sorted(ESTIMATORS))
 def test_a_cap_is_declared_by_the_methods_that_have_one(method: str) -> None:
     """`epsilon` is what the caller hands to the diagnostics."""
-    expected = 0.2 if method in ("gmc", "tic_clip", "tic_mask") else None
-    assert ESTIMATORS[method]().epsilon == expected
+    capped = {
+        "gmc", "gmc_pooled", "gmc_differentiable", "water_filling", "soft_threshold", "tic_clip",
+        "tic_mask",
+    }  # fmt: skip
+    assert ESTIMATORS[method]().epsilon == (0.2 if method in capped else None)

@@ -19,7 +19,7 @@ from megatron_gmc.estimators import (
     policy_loss,
     trajectory_sums,
 )
-from tests.estimators.records import TRAJECTORY_METHODS, double
+from tests.estimators.records import TRAJECTORY_METHODS, double, trajectory_ratios
 
 AGGREGATIONS: list[AggregationKind] = ["token_sum", "trajectory_mean", "token_mean"]
 INF = math.inf
@@ -48,15 +48,16 @@ def behaviour_of(log_prob_K: Tensor) -> Tensor:
 
 
 def coefficients(method: str, log_ratio_K: Tensor) -> Tensor:
-    """[K], from log-ratios that may carry a graph."""
+    """[K], from log-ratios that may carry a graph; every behaviour probability is the same."""
     estimator = ESTIMATORS[method]()
     trajectory_K = trajectory_of(LENGTHS)
     advantage_N = double(ADVANTAGES)
     if isinstance(estimator, TrajectoryEstimator):
         sums_N = trajectory_sums(log_ratio_K, trajectory_K, len(LENGTHS))
         ratios = TrajectoryRatios(
-            sums_N, torch.tensor(GROUPS), advantage_N, torch.tensor(LENGTHS), 2
-        )
+            sums_N, torch.tensor(GROUPS), advantage_N, torch.tensor(LENGTHS), 2,
+            behaviour_log_prob_N=double([0.0] * len(LENGTHS)),
+        )  # fmt: skip
         return estimator.coefficients(ratios)[trajectory_K]
     return estimator.coefficients(TokenRatios(log_ratio_K, trajectory_K, advantage_N))
 
@@ -178,9 +179,7 @@ def test_an_advantage_of_zero_contributes_exactly_zero(method: str) -> None:
     estimator = ESTIMATORS[method]()
     zero = torch.zeros(1, dtype=torch.int64)
     if isinstance(estimator, TrajectoryEstimator):
-        coefficient_K = estimator.coefficients(
-            TrajectoryRatios(double([1000.0]), zero, torch.zeros(1), zero + 1, 1)
-        )
+        coefficient_K = estimator.coefficients(trajectory_ratios([1000.0], advantages=[0.0]))
     else:
         coefficient_K = estimator.coefficients(TokenRatios(double([1000.0]), zero, torch.zeros(1)))
     log_prob_K = torch.tensor([-2.0], requires_grad=True)
@@ -196,9 +195,7 @@ def test_an_impossible_group_contributes_exactly_zero(method: str) -> None:
     """R3: every current log-prob −inf; loss 0, gradient 0, no NaN."""
     log_prob_K = torch.tensor([-INF, -INF], requires_grad=True)
     index = torch.arange(2)
-    ratios = TrajectoryRatios(
-        double([-INF, -INF]), index * 0, torch.tensor([1.0, -1.0]), index * 0 + 1, 1
-    )
+    ratios = trajectory_ratios([-INF, -INF], advantages=[1.0, -1.0])
     estimator = ESTIMATORS[method]()
     assert isinstance(estimator, TrajectoryEstimator)
     coefficient_K = estimator.coefficients(ratios)

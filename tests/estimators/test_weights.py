@@ -14,9 +14,12 @@ from megatron_gmc.estimators.ratios import log_mass, trajectory_sums
 from tests.estimators import oracle
 from tests.estimators.records import (
     BOUNDED_METHODS,
+    INDEPENDENT_METHODS,
     TRAJECTORY_METHODS,
     double,
+    parameters,
     trajectory_ratios,
+    with_cap,
 )
 
 INF = math.inf
@@ -62,11 +65,11 @@ def test_a_ratio_of_zero_has_weight_zero(method: str) -> None:
     ratios = trajectory_ratios([-INF, -INF, -INF, 0.0], groups=[0, 0, 1, 1])
     weights = make(method).weights(ratios).tolist()
     assert weights[:3] == [0, 0, 0]
-    # Group 1 has M = 1/2, below the cap.
-    assert weights[3] == 1
+    # Group 1 has M = 1/2, below the cap, and self-normalisation doubles it.
+    assert weights[3] == pytest.approx(2 if method == "snis" else 1, rel=1e-14)
 
 
-@pytest.mark.parametrize("method", TRAJECTORY_METHODS)
+@pytest.mark.parametrize("method", INDEPENDENT_METHODS)
 def test_nan_comes_out_as_nan_in_its_own_group_alone(method: str) -> None:
     ratios = trajectory_ratios([NAN, 0.0, 0.1, 0.0], groups=[0, 0, 1, 1])
     weights = make(method).weights(ratios).tolist()
@@ -85,23 +88,40 @@ def test_a_group_of_one_is_tic_clip(log_ratio: float) -> None:
 
 @pytest.mark.parametrize("method", TRAJECTORY_METHODS)
 def test_without_lag_every_weight_is_one(method: str) -> None:
-    """Falsification 1: τ = 0 is the on-policy update, bit for bit."""
+    """Falsification 1: τ = 0 is the on-policy update, bit for bit (gepo: of equal probability)."""
     ratios = trajectory_ratios([0.0] * 7, groups=[0, 0, 1, 1, 1, 0, 2])
     assert make(method).weights(ratios).tolist() == [1.0] * 7
 
 
+EDGES = {"mis": (2.0, 0.5), "gspo": (1 + 4e-4, 1 - 3e-4), "gepo": (1.2, 0.8)}
+"""Where a weight jumps, besides at a cap."""
+
+
 @pytest.mark.parametrize("method", TRAJECTORY_METHODS)
-@settings(deadline=None, max_examples=150)
-@given(groups=groups_of_log_ratios, epsilon=st.floats(0.01, 3))
-@example(groups=[[700.0, -700.0], [0.0], [709.0, 709.0, 1.0]], epsilon=0.2)
-def test_against_decimal_arithmetic(method: str, groups: list[list[float]], epsilon: float) -> None:
+@settings(deadline=None, max_examples=100)
+@given(
+    groups=groups_of_log_ratios, epsilon=st.floats(0.01, 3), advantage=st.sampled_from([1.0, -1.0])
+)
+@example(groups=[[700.0, -700.0], [0.0], [709.0, 709.0, 1.0]], epsilon=0.2, advantage=1.0)
+def test_against_decimal_arithmetic(
+    method: str, groups: list[list[float]], epsilon: float, advantage: float
+) -> None:
     flat, index = flatten(groups)
-    assume(all(abs(r - math.log1p(epsilon)) > 1e-9 for r in flat))
-    params = {"epsilon": epsilon} if make(method).epsilon is not None else {}
-    weights = make(method, **params).weights(trajectory_ratios(flat, index))
+    estimator = make(method)
+    if estimator.epsilon is not None:
+        estimator = make(method, epsilon=epsilon)
+    edges = [math.log(edge) for edge in EDGES.get(method, (1 + epsilon,))]
+    assume(all(abs(r - edge) > 1e-9 for r in flat for edge in edges))
+    n = len(flat)
+    weights = estimator.weights(trajectory_ratios(flat, index, advantages=[advantage] * n))
     assert weights.dtype == torch.float64
+    members = [oracle.Member(r, advantage=advantage) for r in flat]
+    # A projection takes differences of numbers of the size of c times the group's.
+    tolerance = 1e-12 if method == "soft_threshold" else 1e-300
     assert weights.tolist() == pytest.approx(
-        oracle.trajectory_weights(method, params, flat, index), rel=1e-11, abs=1e-300
+        oracle.trajectory_weights(method, parameters(estimator), members, index),
+        rel=1e-11,
+        abs=tolerance * (1 + epsilon) * n,
     )
 
 
@@ -133,15 +153,14 @@ def test_the_class_bounds(method: str, groups: list[list[float]], epsilon: float
     """Falsification 4: mean(w) ≤ c in each group, so no w exceeds cG; finite for any finite ℓ."""
     flat, index = flatten(groups)
     ratios = trajectory_ratios(flat, index)
-    params = {"epsilon": epsilon} if make(method).epsilon is not None else {}
-    weight_N = make(method, **params).weights(ratios)
+    weight_N = with_cap(method, 1 + epsilon).weights(ratios)
     assert bool(weight_N.isfinite().all())
     assert bool((weight_N >= 0).all())
     for group in range(ratios.groups):
         assert float(weight_N[ratios.group_N == group].mean()) <= (1 + epsilon) * (1 + 1e-10)
 
 
-@pytest.mark.parametrize("method", TRAJECTORY_METHODS)
+@pytest.mark.parametrize("method", INDEPENDENT_METHODS)
 @settings(deadline=None, max_examples=50)
 @given(groups=groups_of_log_ratios, seed=st.integers(0, 2**31))
 def test_order_and_company_do_not_matter(method: str, groups: list[list[float]], seed: int) -> None:
@@ -153,9 +172,10 @@ def test_order_and_company_do_not_matter(method: str, groups: list[list[float]],
     shuffled = estimator.weights(
         trajectory_ratios(double(flat)[order], torch.tensor(index)[order].tolist())
     )
-    torch.testing.assert_close(shuffled, together[order], rtol=1e-13, atol=0)
+    atol = 1e-12 if method == "soft_threshold" else 0
+    torch.testing.assert_close(shuffled, together[order], rtol=1e-12, atol=atol)
     apart = [estimator.weights(trajectory_ratios(members)) for members in groups]
-    torch.testing.assert_close(torch.cat(apart), together, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.cat(apart), together, rtol=1e-12, atol=atol)
 
 
 def test_a_constant_in_every_behaviour_log_prob() -> None:
@@ -189,7 +209,7 @@ def test_plain_importance_sampling_leaves_float64_openly() -> None:
     assert weights[1] == INF
 
 
-@pytest.mark.parametrize("method", TRAJECTORY_METHODS)
+@pytest.mark.parametrize("method", [m for m in TRAJECTORY_METHODS if m != "gmc_differentiable"])
 def test_coefficients_are_weight_times_advantage(method: str) -> None:
     """R5: exactly 0 where the advantage is, whatever the weight."""
     ratios = trajectory_ratios([1000.0, 0.1, 0.3], groups=[0, 1, 1], advantages=[0.0, -2.0, 0.5])
