@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+T = TypeVar("T")
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,6 +41,15 @@ def stream_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     ValueError where there is neither, where the index and the files disagree, where a file is
     damaged, and for a folder that holds pickles alone: those can run code when they are read.
     """
+    yield from _read(folder, lambda file, name: file.get_tensor(name))
+
+
+def tensor_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor, from the files' headers; raises as `stream_tensors`."""
+    yield from _read(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
+
+
+def _read(folder: Path, value: Callable[[safe_open, str], T]) -> Iterator[tuple[str, T]]:
     for path, names in _weight_files(folder).items():
         try:
             with safe_open(path, framework="pt") as file:
@@ -46,7 +58,7 @@ def stream_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     name = min(set(names) ^ set(present))
                     raise ValueError(f"{folder / _INDEX} and {path.name} disagree about {name}")
                 for name in present:
-                    yield name, file.get_tensor(name)
+                    yield name, value(file, name)
         except FileNotFoundError:
             raise ValueError(f"{folder / _INDEX} names {path.name}, which is missing") from None
         except SafetensorError as error:

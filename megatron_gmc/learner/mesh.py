@@ -84,6 +84,12 @@ class Mesh:
         """Whether this rank's pipeline stage holds the output layer."""
         return self.pipeline_rank == self.pipeline_size - 1
 
+    def __str__(self) -> str:
+        return (
+            f"{_ranks(self.world_size)} (tensor {self.tensor_size} × pipeline "
+            f"{self.pipeline_size} × data {self.data_size})"
+        )
+
     def close(self) -> None:
         """Leave the groups; a new mesh may be created afterwards."""
         parallel_state.destroy_model_parallel()

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gmc.convert.hf_config import ModelShape
+from megatron_gmc.convert.inventory import Inventory
 from megatron_gmc.convert.mapping import (
     EMBEDDING,
     OUTPUT,
@@ -151,30 +152,15 @@ def load_weights(
     an output layer that differs from the embedding it is tied to.
     """
     parameters = _parameters(model, shape, mesh)
-    missing = layouts(shape)
+    inventory = Inventory(shape)
     tie = _TiedPair()
     for name, tensor in tensors:
         if shape.tied and name in (EMBEDDING, OUTPUT):
             tie.see(name, tensor)
-            if name == OUTPUT:
-                continue
-        layout = missing.pop(name, None)
-        if layout is None:
-            raise ValueError(
-                f"tensor {name}: given twice"
-                if name in layouts(shape)
-                else f"tensor {name}: not part of a Qwen3 model of {shape.layers} layers"
-            )
-        if tuple(tensor.shape) != layout.shape:
-            raise ValueError(
-                f"tensor {name}: its shape is {tuple(tensor.shape)}, and by config.json it "
-                f"should be {layout.shape}"
-            )
-        _fill(parameters, layout, tensor, shape, mesh)
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of the model's tensors are missing, first {next(iter(missing))}"
-        )
+        layout = inventory.tick(name, tuple(tensor.shape))
+        if layout is not None:
+            _fill(parameters, layout, tensor, shape, mesh)
+    inventory.finish()
 
 
 class _TiedPair:

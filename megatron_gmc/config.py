@@ -1,0 +1,317 @@
+"""The typed configuration tree of a training run, and how it is read from YAML and overridden.
+
+A config is checked whole before anything is built. Unknown keys, wrong types and impossible
+values are refused with the field, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+from megatron_gmc.estimators import GMC, AdvantageKind, AggregationKind, AnyEstimator
+from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag
+from megatron_gmc.tasks.config import JsonlSource, TaskConfig
+
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the tree: strict about keys, immutable once read."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class TrainConfig(Section):
+    """The run as a whole."""
+
+    output_dir: Path
+    """Folder of the run; it must not hold another run."""
+    steps: PositiveInt
+    """Optimizer steps, which is also the last version."""
+    prompts_per_step: PositiveInt
+    """P: prompts (groups) that one optimizer step consumes."""
+    seed: NonNegativeInt = 0
+    """Seeds the prompts' order and the sampling."""
+    save_every: PositiveInt | None = None
+    """Write a checkpoint every so many steps; one is always written at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk."""
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    path: Path
+    """Hugging Face folder with config.json, tokenizer and safetensors."""
+
+
+_LATER_MESH = {
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "virtual_pipeline": "interleaved pipelines",
+    "sequence_parallel": "sequence parallelism",
+}
+
+
+class MeshConfig(Section):
+    """How the ranks are arranged; data parallelism takes what the other axes leave."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_later_axes(cls, values: object) -> object:
+        if isinstance(values, dict):
+            for key, what in _LATER_MESH.items():
+                if key in values:
+                    raise ValueError(
+                        f"{key}: {what} is not supported yet; the mesh has tensor, pipeline "
+                        "and, from the number of ranks, data parallelism"
+                    )
+        return values
+
+
+class LagConfig(Section):
+    """How far the sampled tokens may lag behind the policy: exactly one of the two."""
+
+    exact: NonNegativeInt | None = None
+    """Step t is trained on samples of version max(0, t − exact), wholly."""
+    bounded: NonNegativeInt | None = None
+    """Sampling never stops; no consumed token is older than this many versions."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.exact is None) == (self.bounded is None):
+            raise ValueError(
+                "give one of exact or bounded, as in 'lag: {exact: 16}'; got "
+                f"exact={self.exact}, bounded={self.bounded}"
+            )
+        return self
+
+    def build(self) -> Lag:
+        """What the scheduler keeps."""
+        if self.exact is not None:
+            return ExactLag(self.exact)
+        assert self.bounded is not None
+        return BoundedLag(self.bounded)
+
+
+class RolloutConfig(Section):
+    """Sampling: which engine, how many samples, at which lag."""
+
+    engine: Literal["embedded"] = "embedded"
+    group_size: PositiveInt
+    """G: trajectories of one prompt."""
+    max_response_tokens: PositiveInt
+    lag: LagConfig
+    temperature: float = 1.0
+    """Divides the logits on both sides of every ratio."""
+    top_p: float = 1.0
+    """Only 1: see the error that any other value gives."""
+    top_k: int = 0
+    """Only 0 (off), for the same reason as top_p."""
+    max_attempts: PositiveInt = 4
+    """How often a refused sample is sampled again before the run stops."""
+    start_timeout_s: PositiveFloat = 120.0
+    request_timeout_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _distribution(self) -> Self:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature: {self.temperature} has no log-probs to weight with; training needs "
+                "a temperature above 0 (1.0 is the usual one)"
+            )
+        if self.top_p != 1:
+            raise ValueError(
+                f"top_p: {self.top_p} samples from a truncated distribution, under which the mean "
+                "ratio is the kept mass and not 1; train with top_p 1.0"
+            )
+        if self.top_k != 0:
+            raise ValueError(
+                f"top_k: {self.top_k} samples from a truncated distribution, under which the mean "
+                "ratio is the kept mass and not 1; train with top_k 0"
+            )
+        return self
+
+
+class ObjectiveConfig(Section):
+    """How rewards become advantages and how token terms are added up."""
+
+    advantage: AdvantageKind = "leave_one_out"
+    aggregation: AggregationKind = "token_sum"
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: PositiveFloat
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's term in the denominator."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """SGD's momentum."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Not applied to norms and biases."""
+    clip_grad: PositiveFloat | None = None
+    """Largest global gradient norm; null leaves the gradient as it is."""
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After warm-up: constant, decay to 0 at the last step, or flat and then linear to 0 (wsd)."""
+    decay_steps: PositiveInt | None = None
+    """Length of the decay at the end; with schedule wsd only."""
+    distributed: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        if (self.decay_steps is not None) != (self.schedule == "wsd"):
+            raise ValueError(
+                f"decay_steps: {self.decay_steps} with schedule {self.schedule}; schedule wsd "
+                "needs it and no other schedule reads it"
+            )
+        if self.distributed and self.name != "adamw":
+            raise ValueError(
+                f"distributed: {self.name} keeps no state that megatron-core could shard; use "
+                "adamw, or distributed false"
+            )
+        unread = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[self.name]
+        for field in unread:
+            # The resolved config of a run spells the defaults out, and can be run again.
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field}: optimizer {self.name} does not read it; remove it")
+        return self
+
+    def check_fits(self, steps: int) -> None:
+        """Raise ValueError where warm-up and decay leave no place for each other in the run."""
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > steps:
+            raise ValueError(
+                f"optim.decay_steps: {self.decay_steps} and optim.warmup_steps "
+                f"{self.warmup_steps} are together more than train.steps {steps}"
+            )
+
+
+class LearnerConfig(Section):
+    """How a batch is cut into forward passes; no choice here changes the gradient."""
+
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens, padding included, that one forward holds."""
+    passes: Literal["auto", "single_pass", "two_pass"] = "auto"
+    """single_pass forms weights from the training forward and needs whole groups in a
+    micro-batch; two_pass scores the batch first; auto takes single_pass where it can."""
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy, sampled by the same engines at the run's temperature."""
+
+    every: PositiveInt = 10
+    """Evaluate every so many versions, and always the first and the last one."""
+    prompts: PositiveInt | None = None
+    """How many held-out prompts the curve uses, null for all; the first and the last version are
+    evaluated on all."""
+
+
+def _gmc_unless_named(value: object) -> object:
+    """So that `--estimator.epsilon 0.1` needs no name beside it."""
+    return {"name": "gmc", **value} if isinstance(value, dict) else value
+
+
+class Config(Section):
+    """A training run: `megatron-gmc train`."""
+
+    train: TrainConfig
+    policy: PolicyConfig
+    mesh: MeshConfig = MeshConfig()
+    task: TaskConfig
+    rollout: RolloutConfig
+    estimator: Annotated[
+        AnyEstimator, Field(discriminator="name"), BeforeValidator(_gmc_unless_named)
+    ] = GMC()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig
+    learner: LearnerConfig = LearnerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> Self:
+        if self.rollout.group_size == 1 and self.objective.advantage != "none":
+            raise ValueError(
+                f"rollout.group_size: 1 with objective.advantage {self.objective.advantage}, which "
+                "needs a second trajectory to compare with; use group_size 2 or more"
+            )
+        self.optim.check_fits(self.train.steps)
+        return self
+
+
+class DemonstrationsConfig(Section):
+    """JSONL of prompts and the responses to imitate."""
+
+    path: Path
+    prompt_field: str = "prompt"
+    messages_field: str = "messages"
+    """Read instead of prompt_field where a line has it: a chat, put through the template."""
+    response_field: str = "response"
+    """Without the end-of-sequence token, which is appended."""
+
+    def source(self) -> JsonlSource:
+        """The file as a source of records whose answers are the responses."""
+        return JsonlSource(
+            path=self.path,
+            prompt_field=self.prompt_field,
+            messages_field=self.messages_field,
+            answer_field=self.response_field,
+        )
+
+
+class SftTrainConfig(Section):
+    """A supervised run as a whole."""
+
+    output_dir: Path
+    steps: PositiveInt
+    batch_size: PositiveInt
+    """Demonstrations of one optimizer step, over all ranks."""
+    seed: NonNegativeInt = 0
+    """Seeds the order of the demonstrations and, with initial: random, the weights."""
+
+
+class SftPolicyConfig(PolicyConfig):
+    """The model that is fine-tuned."""
+
+    initial: Literal["random", "pretrained"] = "pretrained"
+    """random draws the weights from the seed and needs config.json and tokenizer alone."""
+
+
+class SftConfig(Section):
+    """A supervised fine-tuning run: `megatron-gmc sft`."""
+
+    train: SftTrainConfig
+    policy: SftPolicyConfig
+    mesh: MeshConfig = MeshConfig()
+    data: DemonstrationsConfig
+    optim: OptimConfig
+    learner: LearnerConfig = LearnerConfig()
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> Self:
+        self.optim.check_fits(self.train.steps)
+        return self

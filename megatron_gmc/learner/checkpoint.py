@@ -1,0 +1,136 @@
+"""Megatron dist-checkpoints of a learner, written so that a crash leaves the old one or the new."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_gmc.learner.learner import Learner
+from megatron_gmc.learner.mesh import Mesh
+
+StateTree: TypeAlias = "dict[str, object]"
+
+# Moments can be loaded on another mesh, at the price of gathering them when they are saved.
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+@contextmanager
+def committed_folder(path: Path, mesh: Mesh) -> Iterator[Path]:
+    """A folder that all ranks fill and that appears under `path` only once it is whole."""
+    partial = path.with_name(path.name + ".partial")
+    if mesh.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier(mesh)
+    try:
+        yield partial
+    except BaseException:
+        # On a full disk it is in the way of everything else.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _barrier(mesh)
+    if mesh.rank == 0:
+        for file in (f for f in partial.rglob("*") if f.is_file()):
+            _sync(file)
+        partial.rename(path)
+        _sync(path.parent)
+    _barrier(mesh)
+
+
+def save_learner(folder: Path, learner: Learner) -> None:
+    """Write model, optimizer, schedule, random state and version to `folder`; collective."""
+    if learner.mesh.rank == 0:
+        folder.mkdir()
+    _barrier(learner.mesh)
+    dist_checkpointing.save(_state(learner, loading=False), str(folder))
+
+
+def load_learner(folder: Path, learner: Learner) -> None:
+    """Read what `save_learner` wrote, on the same mesh or another; collective.
+
+    Raises ValueError where the checkpoint is damaged or is another model's.
+    """
+    with _reading(folder):
+        state = dist_checkpointing.load(_state(learner, loading=True), str(folder))
+    learner.module.load_state_dict(state["model"], strict=True)
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.scheduler.load_state_dict(state["scheduler"])
+    learner.version = int(state["version"])
+    torch.set_rng_state(state["random"])
+
+
+def save_model(folder: Path, model: GPTModel) -> None:
+    """Write the weights alone into the empty `folder`; collective."""
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder))
+
+
+def load_model(folder: Path, model: GPTModel) -> None:
+    """Read the weights alone, of `save_model`'s or `save_learner`'s folder; collective.
+
+    Raises ValueError where the checkpoint is damaged or is another model's.
+    """
+    with _reading(folder):
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(state["model"])
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Megatron calls functions of torch that are on their way out, which no user can change.
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            yield
+        except (CheckpointingException, CheckpointException, OSError, EOFError) as error:
+            raise ValueError(f"cannot read the checkpoint {folder}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """One line; of torch's CheckpointException, what it wraps."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _state(learner: Learner, *, loading: bool) -> StateTree:
+    model = learner.module.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": learner.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=_RESHARDABLE
+        ),
+        "scheduler": learner.scheduler.state_dict(),
+        "version": learner.version,
+        # One state for all ranks: nothing in the learner draws numbers that differ by rank.
+        "random": ShardedObject("random", torch.get_rng_state(), (1,), (0,), learner.mesh.rank),
+    }
+
+
+def _barrier(mesh: Mesh) -> None:
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

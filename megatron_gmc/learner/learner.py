@@ -1,0 +1,131 @@
+"""The policy on its mesh, with optimizer and schedule: one object that takes optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_gmc.config import OptimConfig
+from megatron_gmc.convert.hf_config import ModelShape
+from megatron_gmc.errors import NonFiniteError
+from megatron_gmc.learner.mesh import Mesh
+from megatron_gmc.learner.micro_batch import LossOfLogProbs, MicroBatch, run_micro_batches
+from megatron_gmc.learner.model import build_model, named_weights
+from megatron_gmc.learner.optimizer import build_optimizer
+
+
+class Learner:
+    """Model, optimizer and schedule of one run, for every rank of the mesh.
+
+    `version` counts the optimizer steps that the weights have behind them.
+    """
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, optim: OptimConfig, steps: int) -> None:
+        self.shape = shape
+        self.mesh = mesh
+        self.version = 0
+        self.module = build_model(shape, mesh)
+        config = self.module.config
+        # Loss shares arrive divided by the batch's own denominator: nobody divides again.
+        config.calculate_per_token_loss = True
+        config.finalize_model_grads_func = _finalize
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=optim.distributed
+            ),
+            self.module,
+        )
+        config.no_sync_func = self.model.no_sync
+        self.optimizer, self.scheduler = build_optimizer(optim, self.model, steps)
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_of: LossOfLogProbs,
+        *,
+        temperature: float = 1.0,
+        forward_only: bool = False,
+    ) -> float:
+        """Run `loss_of` over this rank's micro-batches; see `run_micro_batches`.
+
+        Unless `forward_only`, the model then holds the whole batch's gradient. Returns the loss
+        of the whole batch, the same on every rank.
+        """
+        if not forward_only:
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        with torch.set_grad_enabled(not forward_only):
+            share = run_micro_batches(
+                self.model,
+                micro_batches,
+                loss_of,
+                mesh=self.mesh,
+                vocabulary=self.shape.vocab_size,
+                temperature=temperature,
+                forward_only=forward_only,
+            )
+        return float(self.sum_over_batch(share))
+
+    def sum_over_batch(self, value: Tensor) -> Tensor:
+        """Add up what data-parallel ranks hold, and hand the last stage's sum to every stage.
+
+        Tensor-parallel ranks hold the same value already; stages before the last hold zeros.
+        """
+        if self.mesh.data_size > 1:
+            dist.all_reduce(value, group=self.mesh.data_group)
+        if self.mesh.pipeline_size > 1:
+            dist.all_reduce(value, group=self.mesh.pipeline_group)
+        return value
+
+    def apply(self) -> float:
+        """Take one optimizer step on the gradient in place; return its norm before clipping.
+
+        Raises NonFiniteError, on every rank and before the optimizer saw anything, where the
+        norm is not finite.
+        """
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient's norm is {norm}", ())
+        self.scheduler.step(1)
+        self.optimizer.step()
+        self.version += 1
+        return norm
+
+    def skip(self) -> float:
+        """Pass over a step without loss tokens: the weights stay, the schedule goes on."""
+        self.scheduler.step(1)
+        self.version += 1
+        return 0.0
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, one at a time; a collective call.
+
+        Global rank 0 gets the tensors; the other ranks take part and get nothing.
+        """
+        return named_weights(self.module, self.shape, self.mesh)
+
+
+def _finalize(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Megatron's reductions without its division by a token count."""
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)
