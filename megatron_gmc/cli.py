@@ -1,0 +1,128 @@
+"""The command line: one command, one subcommand for each job.
+
+Heavy imports stand inside the subcommands, so that `--help` and a faulty config answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_gmc.errors import UserError
+
+# Numerics and speed of this program depend on these, and libraries read them when they load.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code: 0, 1 (the run failed) or 2 (faulty input)."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command in ("convert", "theory"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from megatron_gmc.failures import EXIT_FAILED, EXIT_USER, failure_message
+
+    try:
+        return int(options.run(options, rest))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        message = failure_message(error)
+        if message is None:
+            raise
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        return EXIT_USER if isinstance(error, UserError) else EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-gmc",
+        description="Reinforcement learning of language models at large rollout lag.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a policy with rollouts at a set lag (alone or under torchrun)",
+        epilog="Any field of the config can be overridden: --estimator.epsilon 0.1",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    train.add_argument("--resume", action="store_true", help="continue the run in its folder")
+    train.set_defaults(run=_train)
+
+    sft = commands.add_parser(
+        "sft",
+        help="supervised fine-tuning on demonstrations (alone or under torchrun)",
+        epilog="Any field of the config can be overridden: --optim.lr 1e-3",
+    )
+    sft.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    sft.set_defaults(run=_sft)
+
+    convert = commands.add_parser(
+        "convert", help="convert a checkpoint between Hugging Face and Megatron"
+    )
+    convert.add_argument("source", type=Path, help="Hugging Face folder or Megatron checkpoint")
+    convert.add_argument("target", type=Path, help="folder to write; must not exist")
+    convert.add_argument(
+        "--like",
+        type=Path,
+        help="Hugging Face folder whose config and tokenizer a Megatron checkpoint belongs to",
+    )
+    convert.set_defaults(run=_convert)
+
+    theory = commands.add_parser(
+        "theory", help="what a cap costs at a measured sd of the log-ratios, and what to change"
+    )
+    theory.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a run")
+    theory.add_argument("--sd", type=float, help="sd of the log-ratios ℓ; default: the run's")
+    theory.add_argument("--group-size", type=int, help="G; default: the run's, or 8")
+    theory.add_argument("--epsilon", type=float, help="ε of the cap 1 + ε; the run's, or 0.2")
+    theory.set_defaults(run=_theory)
+    return parser
+
+
+def _train(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.config import Config
+    from megatron_gmc.settings import load_config
+
+    config = load_config(Config, options.config, rest)
+    from megatron_gmc.train import train
+
+    return train(config, resume=options.resume)
+
+
+def _sft(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.config import SftConfig
+    from megatron_gmc.settings import load_config
+
+    config = load_config(SftConfig, options.config, rest)
+    from megatron_gmc.sft import fine_tune
+
+    return fine_tune(config)
+
+
+def _convert(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.convert_command import convert
+
+    return convert(options.source, options.target, like=options.like)
+
+
+def _theory(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.theory_command import theory
+
+    return theory(
+        options.run_folder,
+        sd=options.sd,
+        group_size=options.group_size,
+        epsilon=options.epsilon,
+    )

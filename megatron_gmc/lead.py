@@ -1,0 +1,237 @@
+"""What global rank 0 does beside learning: it drives the engines, evaluates and keeps the log."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from megatron_gmc.config import Config
+from megatron_gmc.convert.hf_config import ModelShape
+from megatron_gmc.errors import NonFiniteError, blamed_on
+from megatron_gmc.estimators import mismatch_warning
+from megatron_gmc.learner.batch import Batch, Row
+from megatron_gmc.rollout.driver import RolloutDriver
+from megatron_gmc.rollout.embedded.engine import EmbeddedEngine
+from megatron_gmc.rollout.evaluation import EvaluationResult
+from megatron_gmc.rollout.scheduler import LagScheduler
+from megatron_gmc.rollout.state import RolloutState
+from megatron_gmc.rollout.types import FinishReason, Group, Prompt, SamplingParams, Trajectory
+from megatron_gmc.run_folder import RunFolder, write_atomically
+from megatron_gmc.run_log import RunLog
+from megatron_gmc.setup_checks import Task
+from megatron_gmc.tasks.graders import GradeJob
+from megatron_gmc.tasks.prompts import PromptStream, response_text
+
+
+class Lead:
+    """Rank 0's side of a run. `close` ends the engine, the graders and the log."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        task: Task,
+        folder: RunFolder,
+        checkpoint: Path | None,
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._folder = folder
+        self._grader = task.grader
+        stream = PromptStream(task.prompts.train, config.train.seed)
+        with blamed_on("--resume"):
+            state = RolloutState.load(checkpoint / "rollout") if checkpoint else None
+            self._driver = RolloutDriver(
+                engines=[_embedded_engine(config, shape, folder)],
+                scheduler=LagScheduler(
+                    config.rollout.lag.build(), config.train.prompts_per_step, config.train.steps
+                ),
+                prompt_at=stream.prompt,
+                prompt_fingerprint=stream.fingerprint,
+                grade=self._grade,
+                decode=self._decode,
+                params=SamplingParams(
+                    temperature=config.rollout.temperature,
+                    max_response_tokens=config.rollout.max_response_tokens,
+                    stop_token_ids=task.stop_token_ids,
+                ),
+                group_size=config.rollout.group_size,
+                vocabulary=shape.vocab_size,
+                seed=config.train.seed,
+                state=state,
+                # The embedded engine works calls off one by one, so that more than one would let
+                # newer weights wait behind them.
+                calls_per_engine=1,
+                attempts=config.rollout.max_attempts,
+            )
+        self._warned = False
+        self._evaluations: list[Future[EvaluationResult]] = []
+        self._groups: list[Group] = []
+        self._log = RunLog(
+            folder.path,
+            title=f"{config.estimator.name}, {config.rollout.lag.build()}",
+            steps=config.train.steps,
+            start=state.next_step if state else 0,
+        )
+
+    def start(self) -> None:
+        """Start the engine; returns before it is ready."""
+        shutil.rmtree(self._folder.weights, ignore_errors=True)
+        self._driver.start()
+
+    def next_batch(self, step: int) -> Batch:
+        """Block until the groups of `step` are there."""
+        self._groups = self._driver.next_batch(step)
+        return Batch.from_rows(_rows(self._groups))
+
+    def publish(self, version: int, folder: Path) -> None:
+        """Hand the weights under `folder` to the engine, which takes them when the lag allows.
+
+        The folder is removed once no engine needs it.
+        """
+        taken = self._driver.publish(version, folder)
+        taken.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+
+    def evaluate(self, version: int, *, fresh: bool) -> None:
+        """Ask for held-out accuracy at `version`, if it is due; `write` logs it once it is there.
+
+        `fresh` says that this version was not evaluated by an earlier run of the same folder.
+        """
+        ends = version in (0, self._config.train.steps)
+        settings = self._config.evaluation
+        prompts = self._task.prompts.held_out
+        if not prompts or not fresh or not (ends or version % settings.every == 0):
+            return
+        chosen = prompts if ends else prompts[: settings.prompts]
+        self._evaluations.append(self._driver.evaluate(chosen, version, 1))
+
+    def write(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Log what the step to `version` measured, and every evaluation that is ready."""
+        rewards = np.array([t.reward for group in self._groups for t in group.trajectories])
+        samples = [t.sample for group in self._groups for t in group.trajectories]
+        prompts = sum(len(g.prompt.tokens) * len(g.trajectories) for g in self._groups)
+        tokens = prompts + sum(len(sample.tokens) for sample in samples)
+        truncated = [sample.finish_reason == "length" for sample in samples]
+        rollout = {f"rollout/{name}": v for name, v in self._driver.metrics().items()}
+        self._log.write(
+            version,
+            {
+                "reward/mean": float(rewards.mean()),
+                "throughput/tokens_per_s": tokens / metrics["time/step_s"],
+                "response/mean_tokens": float(np.mean([len(s.tokens) for s in samples])),
+                "response/truncated_share": float(np.mean(truncated)),
+                **metrics,
+                **rollout,
+                **{name: float(count) for name, count in self._grader.counts().items()},
+            },
+        )
+        warning = mismatch_warning(metrics)
+        if warning and not self._warned:
+            self._warned = True
+            self.say(warning)
+        self._write_evaluations(wait=False)
+
+    def write_aside(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Log more about `version`, after `write`."""
+        self._log.write_aside(version, metrics)
+
+    def save(self, folder: Path, version: int) -> None:
+        """Write the rollout's part of a checkpoint, after every evaluation up to it."""
+        self._write_evaluations(wait=True)
+        state = self._driver.checkpoint_state(version)
+        (folder / "rollout").mkdir()
+        state.save(folder / "rollout")
+
+    def save_non_finite(self, error: NonFiniteError, step: int) -> Path:
+        """Write the trajectories that stopped step `step` into a file for inspection.
+
+        Where none alone is at fault, the file holds the whole batch.
+        """
+        trajectories = [(g, t) for g in self._groups for t in g.trajectories]
+        path = self._folder.path / f"non_finite_step_{step}.json"
+        named = error.trajectories or range(len(trajectories))
+        record = [_described(*trajectories[index]) for index in named]
+        write_atomically(path, json.dumps(record, indent=2) + "\n")
+        return path
+
+    def say(self, text: str) -> None:
+        self._log.say(text)
+
+    def finish(self) -> None:
+        """Wait for what is still being evaluated."""
+        self._write_evaluations(wait=True)
+
+    def close(self) -> None:
+        self._driver.close()
+        self._grader.close()
+        self._log.close()
+        shutil.rmtree(self._folder.weights, ignore_errors=True)
+
+    def _write_evaluations(self, *, wait: bool) -> None:
+        while self._evaluations and (wait or self._evaluations[0].done()):
+            result = self._evaluations.pop(0).result()
+            self._log.write_aside(
+                result.version,
+                {
+                    "evaluation/accuracy": result.mean_reward,
+                    "evaluation/prompts": float(len(result.rewards)),
+                    "evaluation/mean_tokens": float(result.lengths.mean()),
+                    "evaluation/truncated_share": float(result.truncated.mean()),
+                },
+            )
+
+    def _grade(self, jobs: Sequence[tuple[Prompt, str, FinishReason]]) -> list[float]:
+        return self._grader.grade(
+            [GradeJob(text, prompt.answer, prompt.metadata, why) for prompt, text, why in jobs]
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        ended = tokens[-1] in self._task.stop_token_ids
+        return response_text(self._task.tokenizer, tokens, "stop" if ended else "length")
+
+
+def _embedded_engine(config: Config, shape: ModelShape, folder: RunFolder) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        "embedded engine",
+        config.policy.path,
+        version=0,
+        vocabulary=shape.vocab_size,
+        log=folder.path / "engine.log",
+        start_timeout_s=config.rollout.start_timeout_s,
+        sample_timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+def _rows(groups: Sequence[Group]) -> list[Row]:
+    return [
+        Row(
+            id=group.id * len(group.trajectories) + member,
+            group=group.id,
+            prompt_tokens=group.prompt.tokens,
+            response_tokens=trajectory.sample.tokens.tolist(),
+            loss_mask=trajectory.mask.tolist(),
+            behaviour_log_probs=trajectory.sample.log_probs.tolist(),
+            reward=trajectory.reward,
+            oldest_version=trajectory.oldest_version,
+        )
+        for group in groups
+        for member, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def _described(group: Group, trajectory: Trajectory) -> dict[str, object]:
+    sample = trajectory.sample
+    return {
+        "group": group.id,
+        "prompt": {"id": group.prompt.id, "text": group.prompt.text},
+        "tokens": sample.tokens.tolist(),
+        "behaviour_log_probs": sample.log_probs.tolist(),
+        "versions": sample.versions.tolist(),
+        "finish_reason": sample.finish_reason,
+        "reward": trajectory.reward,
+    }

@@ -1,0 +1,106 @@
+"""Metrics of a run, to JSONL, TensorBoard and the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+# What the progress line shows: metric, label, format.
+_SHOWN = (
+    ("reward/mean", "reward", "{:.2f}"),
+    ("evaluation/accuracy", "held-out", "{:.2f}"),
+    ("lag/max", "lag", "{:.0f}"),
+    ("ratio/capped_share", "capped", "{:.0%}"),
+    ("ratio/retained_mass", "retained", "{:.2f}"),
+    ("loss", "loss", "{:.3f}"),
+    ("throughput/tokens_per_s", "tok/s", "{:.0f}"),
+    ("time/step_s", "s/step", "{:.2f}"),
+)
+
+
+class RunLog:
+    """One writer for all sinks. `step` is the version that the metrics' step produced."""
+
+    def __init__(self, folder: Path, *, title: str, steps: int, start: int) -> None:
+        _drop_unfinished_line(folder / "metrics.jsonl")
+        self._jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self._steps = steps
+        self._title = title
+        self._latest: dict[str, float] = {}
+        self._console = Console(file=sys.stdout)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            # A log file gets a line every few steps instead of a bar that redraws itself.
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(title, total=steps, completed=start, shown="")
+        self._progress.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record what the step to version `step` measured, and move the progress bar there."""
+        self.write_aside(step, metrics)
+        shown = self._shown()
+        self._progress.update(self._task, shown=shown, completed=step)
+        regular = step % max(1, self._steps // 10) == 0 or step == self._steps
+        if regular and not self._console.is_terminal:
+            self._console.print(f"{self._title} {step}/{self._steps}  {shown}", highlight=False)
+
+    def write_aside(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record more metrics of version `step`, which may lie behind the progress bar."""
+        # JSON has no NaN or infinity; as text they stay visible.
+        clean = {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}
+        self._jsonl.write(json.dumps({"step": step, **clean}) + "\n")
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._latest.update(metrics)
+
+    def close(self) -> None:
+        self._progress.stop()
+        self._jsonl.close()
+        self._tensorboard.close()
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._console.print(text, highlight=False)
+
+    def _shown(self) -> str:
+        return "  ".join(
+            f"{label} {form.format(self._latest[name])}"
+            for name, label, form in _SHOWN
+            if name in self._latest
+        )
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """A run that was killed, or had no room left, may have written half a line."""
+    if path.exists():
+        written = path.read_bytes()
+        os.truncate(path, written.rfind(b"\n") + 1)
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read a metrics.jsonl back: for each metric its (step, value) pairs in step order.
+
+    Where a step stands twice, a resumed run wrote it again, and the later line counts.
+    """
+    series: dict[str, dict[int, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        step = int(entry.pop("step"))
+        for name, value in entry.items():
+            series.setdefault(name, {})[step] = float(value)
+    return {name: sorted(points.items()) for name, points in series.items()}
