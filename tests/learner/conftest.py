@@ -22,6 +22,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tied model."""
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    """One rank, for all tests of a module."""
+    mesh = Mesh.create(1, 1)
+    yield mesh
+    mesh.close()
+
+
 @pytest.fixture
 def one_rank() -> Iterator[Mesh]:
     mesh = Mesh.create(1, 1)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_gmc.learner.batch import Batch, Row
 from tests.distributed import run_ranks
 from tests.qwen3 import VOCABULARY, save_tiny_qwen3, tiny_qwen3
 from tests.reference import Reference, ReferenceTrajectory, reference_gradient
@@ -129,20 +130,9 @@ def references(tied: bool) -> dict[str, Reference]:
     }
 
 
-def save_gradients(model_folder: str, target: str) -> None:
-    """On every rank: the learner's gradients for all meshes that its world allows, to `target`."""
-    from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
-    from megatron_gmc.convert.hf_config import load_shape
-    from megatron_gmc.convert.hugging_face import stream_tensors
-    from megatron_gmc.estimators import ESTIMATORS as REGISTRY
-    from megatron_gmc.learner.batch import Batch, Row
-    from megatron_gmc.learner.learner import Learner
-    from megatron_gmc.learner.mesh import Mesh
-    from megatron_gmc.learner.model import gathered, load_weights, parameter_name
-    from megatron_gmc.learner.policy_step import Objective, policy_gradient
-
-    torch.set_num_threads(1)
-    batch = Batch.from_rows(
+def learner_batch() -> Batch:
+    """The trajectories as the learner takes them."""
+    return Batch.from_rows(
         [
             Row(
                 id=i,
@@ -157,6 +147,21 @@ def save_gradients(model_folder: str, target: str) -> None:
             for i, t in enumerate(trajectories())
         ]
     )
+
+
+def save_gradients(model_folder: str, target: str) -> None:
+    """On every rank: the learner's gradients for all meshes that its world allows, to `target`."""
+    from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
+    from megatron_gmc.convert.hf_config import load_shape
+    from megatron_gmc.convert.hugging_face import stream_tensors
+    from megatron_gmc.estimators import ESTIMATORS as REGISTRY
+    from megatron_gmc.learner.learner import Learner
+    from megatron_gmc.learner.mesh import Mesh
+    from megatron_gmc.learner.model import gathered, load_weights, parameter_name
+    from megatron_gmc.learner.policy_step import Objective, policy_gradient
+
+    torch.set_num_threads(1)
+    batch = learner_batch()
     shape = load_shape(Path(model_folder))
     if int(os.environ["WORLD_SIZE"]) > 1:
         # One world for all meshes: gloo does not start a second one in the same process.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.plan import Passes, Plan, plan_micro_batches
 from megatron_gmc.learner.policy_step import Objective, policy_step
 from tests.learner.steps import ADAMW, new_learner, random_rows
-from tests.qwen3 import save_tiny_qwen3
 from tests.runs import train_tree, write_config
 
 
@@ -55,18 +53,6 @@ def test_one_pass_is_refused_where_it_would_be_wrong(data_size: int, token_limit
     assert not plan(2, data_size=1, token_limit=40, passes="single_pass").two_pass
     with pytest.raises(ValueError, match=r"learner.passes: single_pass needs the whole batch"):
         plan(2, data_size=data_size, token_limit=token_limit, passes="single_pass")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    mesh = Mesh.create(1, 1)
-    yield mesh
-    mesh.close()
 
 
 @pytest.mark.parametrize("method", ["m2po", "gmc_pooled", "gepo", "icepop", "mis"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,8 @@ from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from tests.learner.steps import new_learner
-from tests.qwen3 import save_tiny_qwen3
 
 LR = 0.02
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    mesh = Mesh.create(1, 1)
-    yield mesh
-    mesh.close()
 
 
 def parameters(learner: Learner) -> dict[str, Tensor]:

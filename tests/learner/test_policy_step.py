@@ -19,25 +19,12 @@ from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.policy_step import Objective, policy_gradient, policy_step
 from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner, random_rows
-from tests.qwen3 import save_tiny_qwen3
 
 NAN, INF = float("nan"), float("inf")
 GMC = Objective(ESTIMATORS["gmc"](), ObjectiveConfig(), 1.0)
 PLAIN_IS = Objective(ESTIMATORS["is"](), ObjectiveConfig(), 1.0)
 METHODS = ("gmc", "none", "is", "tic_clip", "tic_mask", "grpo")
 TWO_PASSES = LearnerConfig(micro_batch_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    mesh = Mesh.create(1, 1)
-    yield mesh
-    mesh.close()
 
 
 @pytest.fixture
