@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from megatron_gmc.convert.hf_config import load_shape
-from megatron_gmc.convert.hugging_face import stream_tensors, tensor_shapes, write_folder
+from megatron_gmc.convert.hugging_face import stream_tensors, tensor_shapes
 from megatron_gmc.convert.inventory import check_tensors
 from megatron_gmc.errors import ConfigError, blamed_on
 from megatron_gmc.learner.checkpoint import committed_folder, load_model, save_model
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model import build_model, load_weights, named_weights
 from megatron_gmc.storage import writing
+from megatron_gmc.weights import write_weights
 
 
 def convert(source: Path, target: Path, *, like: Path | None) -> int:
@@ -47,9 +48,7 @@ def _to_megatron(source: Path, target: Path) -> int:
         load_weights(model, shape, mesh, stream_tensors(source))
     with writing(target), committed_folder(target, mesh) as partial:
         save_model(partial, model)
-    mesh.close()
-    print(f"wrote the Megatron checkpoint {target}")
-    return 0
+    return _done(mesh, f"wrote the Megatron checkpoint {target}")
 
 
 def _to_hugging_face(source: Path, target: Path, like: Path) -> int:
@@ -59,8 +58,12 @@ def _to_hugging_face(source: Path, target: Path, like: Path) -> int:
     model = build_model(shape, mesh)
     with blamed_on(f"--like {like}"):
         load_model(source, model)
-    with writing(target):
-        write_folder(target, named_weights(model, shape, mesh), like)
+    write_weights(named_weights(model, shape, mesh), mesh, like, target)
+    return _done(mesh, f"wrote the Hugging Face folder {target}")
+
+
+def _done(mesh: Mesh, text: str) -> int:
+    if mesh.rank == 0:
+        print(text)
     mesh.close()
-    print(f"wrote the Hugging Face folder {target}")
     return 0

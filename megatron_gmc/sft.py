@@ -49,7 +49,7 @@ def fine_tune(config: SftConfig) -> int:
     else:
         initialise(learner.module, shape, mesh, config.train.seed)
     _loop(config, learner, demonstrations, folder)
-    write_weights(learner, config.policy.path, folder.huggingface)
+    write_weights(learner.weights(), mesh, config.policy.path, folder.huggingface)
     if mesh.rank == 0:
         write_atomically(folder.result, json.dumps({"steps": config.train.steps}) + "\n")
         print(f"the weights are in {folder.huggingface}")

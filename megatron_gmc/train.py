@@ -48,7 +48,7 @@ def train(config: Config, *, resume: bool) -> int:
     try:
         learner = _open_learner(config, shape, checkpoint)
         _loop(config, learner, lead, folder)
-        write_weights(learner, config.policy.path, folder.huggingface)
+        write_weights(learner.weights(), learner.mesh, config.policy.path, folder.huggingface)
     finally:
         if lead is not None:
             lead.close()
@@ -114,7 +114,7 @@ def _open_learner(config: Config, shape: ModelShape, checkpoint: Path | None) ->
 
 def _publish(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder) -> None:
     target = folder.weights / f"version_{learner.version:06d}"
-    write_weights(learner, config.policy.path, target)
+    write_weights(learner.weights(), learner.mesh, config.policy.path, target)
     if lead is not None:
         lead.publish(learner.version, target)
 

@@ -28,6 +28,7 @@ from tests.runs import (
     final_weights,
     records,
     sft_tree,
+    start_ranks,
     train_tree,
     write_config,
 )
@@ -240,6 +241,18 @@ def test_a_checkpoint_of_two_tensor_ranks_converts(
     target = tmp_path / "run" / "huggingface"
     assert main(["convert", str(source), str(target), "--like", str(task / "policy")]) == 0
     assert_same_weights(tmp_path / "run", meshes / "tensor")
+
+
+def test_two_ranks_write_one_folder(task: Path, finished: Path, tmp_path: Path) -> None:
+    """Under torchrun every rank runs the command, and only one may write what it prints."""
+    target = tmp_path / "run" / "huggingface"
+    source = finished / "checkpoints" / "step_000006" / "learner"
+    command = ("convert", source, target, "--like", task / "policy")
+    ranks = start_ranks(2, tmp_path / "log", *command)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert_same_weights(tmp_path / "run", finished)
+    said = [(tmp_path / f"log.rank{rank}").read_text().count("wrote the") for rank in (0, 1)]
+    assert said == [1, 0]
 
 
 def test_there_and_back(
