@@ -87,7 +87,7 @@ class Lead:
     def next_batch(self, step: int) -> Batch:
         """Block until the groups of `step` are there."""
         self._groups = self._driver.next_batch(step)
-        return Batch.from_rows(_rows(self._groups))
+        return Batch.from_rows(rows_of(self._groups))
 
     def publish(self, version: int, folder: Path) -> None:
         """Hand the weights under `folder` to the engine, which takes them when the lag allows.
@@ -207,7 +207,8 @@ def _embedded_engine(config: Config, shape: ModelShape, folder: RunFolder) -> Em
     )
 
 
-def _rows(groups: Sequence[Group]) -> list[Row]:
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """The learner's rows of `groups`: the engine's own ids and log-probs, never re-tokenised."""
     return [
         Row(
             id=group.id * len(group.trajectories) + member,
