@@ -162,10 +162,6 @@ class Lead:
     def say(self, text: str) -> None:
         self._log.say(text)
 
-    def finish(self) -> None:
-        """Wait for what is still being evaluated."""
-        self._write_evaluations(wait=True)
-
     def close(self) -> None:
         self._driver.close()
         self._grader.close()

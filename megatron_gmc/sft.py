@@ -108,7 +108,7 @@ def imitation_gradient(learner: Learner, batch: Batch, micro_batch_tokens: int) 
         batch.group_N,
         data_size=learner.mesh.data_size,
         token_limit=micro_batch_tokens,
-        needs_group=False,
+        scope="trajectory",
         passes="auto",
     )
     tokens = int(batch.loss_tokens_N().sum())

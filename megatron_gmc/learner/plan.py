@@ -17,6 +17,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from megatron_gmc.estimators import Scope
+
 Passes = Literal["auto", "single_pass", "two_pass"]
 
 
@@ -41,16 +43,14 @@ def plan_micro_batches(
     *,
     data_size: int,
     token_limit: int,
-    needs_group: bool,
-    needs_batch: bool = False,
+    scope: Scope,
     passes: Passes,
 ) -> Plan:
     """Cut a batch into micro-batches.
 
-    `length_N` and `group_N` are int64 [N]; `needs_group` and `needs_batch` say whether the
-    estimator's weights depend on the trajectory's group, on the whole batch. Raises ValueError
-    where a trajectory is longer than `token_limit`, or `single_pass` is asked for and what the
-    weights depend on does not fit.
+    `length_N` and `group_N` are int64 [N]; `scope` is the estimator's: what a trajectory's
+    weight depends on. Raises ValueError where a trajectory is longer than `token_limit`, or
+    `single_pass` is asked for and what the weights depend on does not fit.
     """
     width = int(length_N.max())
     rows = token_limit // width
@@ -62,7 +62,7 @@ def plan_micro_batches(
     groups = _members(group_N)
     largest = max(len(group) for group in groups)
     whole = largest <= rows
-    if passes == "single_pass" and needs_group and not whole:
+    if passes == "single_pass" and scope == "group" and not whole:
         raise ValueError(
             f"learner.passes: single_pass needs whole groups in a micro-batch, but a group of "
             f"{largest} × {width} tokens is over learner.micro_batch_tokens {token_limit}; raise "
@@ -73,14 +73,14 @@ def plan_micro_batches(
     count = max(1, *(len(rank) for rank in ranks))
     even = tuple(tuple(rank + [()] * (count - len(rank))) for rank in ranks)
     together = data_size == 1 and count == 1
-    if passes == "single_pass" and needs_batch and not together:
+    if passes == "single_pass" and scope == "batch" and not together:
         raise ValueError(
             f"learner.passes: single_pass needs the whole batch in one micro-batch of one "
             f"data-parallel rank, but it is cut into {count} on {data_size} ranks; raise "
             f"learner.micro_batch_tokens {token_limit} or use two_pass"
         )
-    alone = together if needs_batch else whole or not needs_group
-    two_pass = not alone or (passes == "two_pass" and (needs_group or needs_batch))
+    known = {"trajectory": True, "group": whole, "batch": together}[scope]
+    two_pass = not known or (passes == "two_pass" and scope != "trajectory")
     return Plan(micro_batches=even, width=width, two_pass=two_pass)
 
 

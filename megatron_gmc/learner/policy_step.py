@@ -222,14 +222,12 @@ def policy_gradient(
 
     Returns the batch's loss, its record, and whether two passes were needed.
     """
-    estimator = objective.estimator
     plan = plan_micro_batches(
         batch.length_N,
         batch.group_N,
         data_size=learner.mesh.data_size,
         token_limit=settings.micro_batch_tokens,
-        needs_group=estimator.scope == "group",
-        needs_batch=estimator.scope == "batch",
+        scope=objective.estimator.scope,
         passes=settings.passes,
     )
     micro_batches = micro_batches_of(batch, plan, learner.mesh)

@@ -27,8 +27,7 @@ def plan(size: int, *, data_size: int, token_limit: int, passes: Passes = "auto"
         torch.arange(size).repeat_interleave(2),
         data_size=data_size,
         token_limit=token_limit,
-        needs_group=False,
-        needs_batch=True,
+        scope="batch",
         passes=passes,
     )
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_gmc.estimators import Scope
 from megatron_gmc.learner.plan import Passes, Plan, plan_micro_batches
 
 
@@ -27,7 +28,7 @@ def plan(
     *,
     data_size: int = 1,
     token_limit: int = 10_000,
-    needs_group: bool = True,
+    scope: Scope = "group",
     passes: Passes = "auto",
 ) -> Plan:
     return plan_micro_batches(
@@ -35,7 +36,7 @@ def plan(
         torch.tensor(groups),
         data_size=data_size,
         token_limit=token_limit,
-        needs_group=needs_group,
+        scope=scope,
         passes=passes,
     )
 
@@ -56,14 +57,14 @@ def split_groups(cut: Plan, groups: list[int]) -> list[int]:
     batch=batches(),
     data_size=st.integers(1, 5),
     spare=st.integers(0, 200),
-    needs_group=st.booleans(),
+    scope=st.sampled_from(["trajectory", "group", "batch"]),
     passes=st.sampled_from(["auto", "two_pass"]),
 )
 def test_what_holds_of_every_plan(
     batch: tuple[list[int], list[int]],
     data_size: int,
     spare: int,
-    needs_group: bool,
+    scope: Scope,
     passes: Passes,
 ) -> None:
     """S2: ranks get the same number of micro-batches, whatever is in them."""
@@ -74,7 +75,7 @@ def test_what_holds_of_every_plan(
         groups,
         data_size=data_size,
         token_limit=token_limit,
-        needs_group=needs_group,
+        scope=scope,
         passes=passes,
     )
     assert len(cut.micro_batches) == data_size
@@ -87,7 +88,7 @@ def test_what_holds_of_every_plan(
     assert cut.width == max(lengths)
     assert cut.rows == max(len(indexes) for rank in cut.micro_batches for indexes in rank)
     assert cut.rows * cut.width <= token_limit
-    if needs_group and not cut.two_pass:
+    if scope == "group" and not cut.two_pass:
         assert split_groups(cut, groups) == []
 
 
@@ -100,7 +101,7 @@ def test_two_passes_only_where_one_will_not_do(
     fits = max(Counter(groups).values()) * max(lengths) <= token_limit
     cut = plan(lengths, groups, data_size=data_size, token_limit=token_limit)
     assert cut.two_pass == (not fits)
-    alone = plan(lengths, groups, token_limit=token_limit, needs_group=False, passes="two_pass")
+    alone = plan(lengths, groups, token_limit=token_limit, scope="trajectory", passes="two_pass")
     assert not alone.two_pass
     if fits:
         single = plan(
@@ -138,12 +139,12 @@ def test_the_plan_is_a_function_of_the_batch() -> None:
     assert plan(lengths, groups, data_size=2) == plan(lengths, groups, data_size=2)
 
 
-@pytest.mark.parametrize("needs_group", [True, False])
+@pytest.mark.parametrize("scope", ["trajectory", "group", "batch"])
 @pytest.mark.parametrize("passes", ["auto", "single_pass", "two_pass"])
-def test_a_trajectory_over_the_limit(passes: Passes, needs_group: bool) -> None:
+def test_a_trajectory_over_the_limit(passes: Passes, scope: Scope) -> None:
     """S5."""
     with pytest.raises(ValueError) as caught:
-        plan([3, 41], [0, 0], token_limit=40, passes=passes, needs_group=needs_group)
+        plan([3, 41], [0, 0], token_limit=40, passes=passes, scope=scope)
     assert str(caught.value) == (
         "learner.micro_batch_tokens: 40 is less than the longest trajectory, 41 tokens; raise it "
         "to 41 or more"
@@ -159,4 +160,4 @@ def test_a_group_that_does_not_fit_in_one_pass() -> None:
     )
     assert not plan([10, 20, 5, 20], [0, 1, 1, 1], token_limit=60, passes="single_pass").two_pass
     # Without a look at the group nothing is in the way.
-    plan([10, 20], [0, 0], token_limit=20, passes="single_pass", needs_group=False)
+    plan([10, 20], [0, 0], token_limit=20, passes="single_pass", scope="trajectory")
