@@ -70,8 +70,8 @@ class RunFolder:
         return self.result.exists()
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint; one that is being written has another name."""
-        found = sorted(self.checkpoints.glob("step_" + "[0-9]" * 6))
+        """The newest complete checkpoint."""
+        found = self._complete_checkpoints()
         return found[-1] if found else None
 
     def open(self, config: BaseModel, *, resume: bool, resumable: bool = True) -> None:
@@ -120,8 +120,12 @@ class RunFolder:
 
     def drop_old_checkpoints(self, keep: int) -> None:
         """Remove all but the `keep` newest complete checkpoints."""
-        for folder in sorted(self.checkpoints.glob("step_" + "[0-9]" * 6))[:-keep]:
+        for folder in self._complete_checkpoints()[:-keep]:
             shutil.rmtree(folder)
+
+    def _complete_checkpoints(self) -> list[Path]:
+        """Oldest first; one that is being written has another name."""
+        return sorted(self.checkpoints.glob("step_" + "[0-9]" * 6))
 
 
 def write_atomically(path: Path, text: str) -> None:

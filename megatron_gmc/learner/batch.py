@@ -97,11 +97,7 @@ def broadcast_batch(batch: Batch | None, mesh: Mesh) -> Batch:
     if mesh.world_size == 1:
         assert batch is not None
         return batch
-    names = [field.name for field in fields(Batch)]
-    dtypes = (
-        torch.int64, torch.bool, torch.float32, torch.int64,
-        torch.int64, torch.float32, torch.int64, torch.int64,
-    )  # fmt: skip
+    empty = Batch.from_rows([])
     sizes = torch.zeros(2, dtype=torch.int64, device=mesh.device)
     if batch is not None:
         sizes = torch.tensor(
@@ -110,10 +106,10 @@ def broadcast_batch(batch: Batch | None, mesh: Mesh) -> Batch:
     dist.broadcast(sizes, src=0)
     tokens, trajectories = (int(n) for n in sizes)
     received: dict[str, Tensor] = {}
-    for name, dtype in zip(names, dtypes, strict=True):
+    for name in (field.name for field in fields(Batch)):
         size = tokens if name.endswith("_S") else trajectories
         value = (
-            torch.empty(size, dtype=dtype, device=mesh.device)
+            torch.empty(size, dtype=getattr(empty, name).dtype, device=mesh.device)
             if batch is None
             else getattr(batch, name).to(mesh.device)
         )

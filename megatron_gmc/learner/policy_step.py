@@ -58,12 +58,12 @@ class BatchPass:
         self._aggregation = objective.settings.aggregation
         self.group_N = batch.group_N.to(device)
         self.groups = batch.groups
-        self.tokens_N = batch.loss_tokens_N().to(device)
+        self._trajectory_K = batch.trajectory_of_loss_tokens().to(device)
+        self.tokens_N = torch.bincount(self._trajectory_K, minlength=batch.trajectories)
         self.advantage_N = advantages(
             batch.reward_N, batch.group_N, batch.groups, objective.settings.advantage
         ).to(device)
         self.denominator = Denominator(batch.trajectories, int(self.tokens_N.sum()))
-        self._trajectory_K = batch.trajectory_of_loss_tokens().to(device)
         self._behaviour_log_prob_N = trajectory_sums(
             batch.behaviour_log_prob_S[batch.loss_mask_S].to(device),
             self._trajectory_K,

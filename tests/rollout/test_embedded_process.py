@@ -26,16 +26,6 @@ from tests.rollout.models import save_tiny_model
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), seed=1)
-
-
 async def test_a_killed_engine_is_named(folder: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of sampling, then every call."""
     engine = new_engine(folder, tmp_path / "engine.log")

@@ -25,11 +25,6 @@ PARAMS = SamplingParams(temperature=0.9, max_response_tokens=4, stop_token_ids=(
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def running_server() -> Iterator[ScriptedServer]:
     server = ScriptedServer()
     yield server
