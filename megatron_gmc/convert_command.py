@@ -12,7 +12,8 @@ from megatron_gmc.convert.inventory import check_tensors
 from megatron_gmc.errors import ConfigError, blamed_on
 from megatron_gmc.learner.checkpoint import committed_folder, load_model, save_model
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import build_model, load_weights, named_weights
+from megatron_gmc.learner.model import build_model
+from megatron_gmc.learner.model_weights import load_weights, named_weights
 from megatron_gmc.storage import writing
 from megatron_gmc.weights import write_weights
 

@@ -17,7 +17,7 @@ from megatron_gmc.learner.batch import Batch, Row, broadcast_batch
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.micro_batch import MicroBatch, micro_batches_of
-from megatron_gmc.learner.model import initialise, load_weights
+from megatron_gmc.learner.model_weights import initialise, load_weights
 from megatron_gmc.learner.plan import plan_micro_batches
 from megatron_gmc.run_folder import RunFolder, write_atomically
 from megatron_gmc.run_log import RunLog

@@ -21,7 +21,7 @@ from megatron_gmc.learner.batch import broadcast_batch
 from megatron_gmc.learner.checkpoint import committed_folder, load_learner, save_learner
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import load_weights
+from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.policy_step import Objective, policy_step
 from megatron_gmc.phases import Phases
 from megatron_gmc.result import describe_method, finish_run, print_result

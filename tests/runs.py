@@ -35,7 +35,7 @@ def make_task(folder: Path, seed: int = 0) -> Path:
     """
     from megatron_gmc.convert.hf_config import load_shape
     from megatron_gmc.convert.hugging_face import write_folder
-    from megatron_gmc.learner.model import initial_weights
+    from megatron_gmc.learner.model_weights import initial_weights
 
     make_data = ROOT / "examples/arithmetic_cpu/make_data.py"
     sizes = {"--prompts": 64, "--held-out": 16, "--demonstrations": 24, "--seed": seed}

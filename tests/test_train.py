@@ -19,7 +19,7 @@ from megatron_gmc.estimators import ESTIMATORS
 from megatron_gmc.learner.batch import Batch, Row
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import load_weights
+from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.policy_step import Objective, policy_gradient
 from tests.runs import (
     assert_same_weights,

@@ -20,7 +20,8 @@ from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.errors import NonFiniteError
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.micro_batch import LossOfLogProbs, MicroBatch, run_micro_batches
-from megatron_gmc.learner.model import build_model, named_weights
+from megatron_gmc.learner.model import build_model
+from megatron_gmc.learner.model_weights import named_weights
 from megatron_gmc.learner.optimizer import build_optimizer
 
 

@@ -157,7 +157,7 @@ def save_gradients(model_folder: str, target: str) -> None:
     from megatron_gmc.estimators import ESTIMATORS as REGISTRY
     from megatron_gmc.learner.learner import Learner
     from megatron_gmc.learner.mesh import Mesh
-    from megatron_gmc.learner.model import gathered, load_weights, parameter_name
+    from megatron_gmc.learner.model_weights import gathered, load_weights, parameter_name
     from megatron_gmc.learner.policy_step import Objective, policy_gradient
 
     torch.set_num_threads(1)

@@ -29,7 +29,8 @@ from packaging.version import Version
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.learner import cpu_compat
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import build_model, initialise
+from megatron_gmc.learner.model import build_model
+from megatron_gmc.learner.model_weights import initialise
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shims are for CPUs")
 

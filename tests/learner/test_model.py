@@ -14,12 +14,8 @@ from megatron_gmc.convert.hf_config import ModelShape, load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors, write_folder
 from megatron_gmc.convert.mapping import layouts, padded_vocab_size
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import (
-    build_model,
-    initial_weights,
-    load_weights,
-    named_weights,
-)
+from megatron_gmc.learner.model import build_model
+from megatron_gmc.learner.model_weights import initial_weights, load_weights, named_weights
 from tests.distributed import run_ranks
 from tests.learner.inputs import TEMPERATURE, log_prob_input, model_input, model_rows
 from tests.qwen3 import VOCABULARY, save_tiny_qwen3, tiny_qwen3

@@ -24,8 +24,8 @@ from megatron_gmc.convert.hf_config import ModelShape, load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.learner.log_probs import token_log_probs
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model import (
-    build_model,
+from megatron_gmc.learner.model import build_model
+from megatron_gmc.learner.model_weights import (
     gathered,
     initialise,
     load_weights,
