@@ -16,7 +16,6 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.evaluation import EvaluationResult
 from megatron_gmc.rollout.loop import RolloutLoop, RolloutPlan
-from megatron_gmc.rollout.meter import Meter
+from megatron_gmc.rollout.meter import LEARNER, Meter
 from megatron_gmc.rollout.sampling import Decode, Grade, GroupSampler
 from megatron_gmc.rollout.scheduler import LagScheduler
 from megatron_gmc.rollout.state import RolloutState, check_state
@@ -41,7 +40,8 @@ class RolloutDriver:
     """Sync facade of the rollout.
 
     Order of calls: `start`, then `publish` the version that training starts at (0, or the one of
-    `state`), then for each step t `next_batch(t)` and `publish(t + 1, …)`. Engines sample nothing
+    `state`), then for each step t `next_batch(t)` and `publish(t + 1, …)`; with S optimizer steps
+    a batch, `next_batch` for the S steps and then `publish(t + S, …)`. Engines sample nothing
     before the first `publish`.
 
     Every failure of the loop or of an engine ends the rollout: from then on each method except
@@ -125,22 +125,21 @@ class RolloutDriver:
         self._thread.start()
 
     def next_batch(self, step: int) -> list[Group]:
-        """Block until all groups of `step` are there; return them in submission order.
+        """Block until the whole batch that `step` lies in is there; return the groups of `step`.
 
-        Asking for the same step again returns the same groups, until `publish`, `next_batch` or
-        `checkpoint_state` shows that the learner is past it. Raises EngineError as soon as the
-        rollout has failed, ValueError for a step out of turn.
+        The steps of the batch may be asked for in any order and again, until `publish`,
+        `next_batch` or `checkpoint_state` shows that the learner is past the batch. Raises
+        EngineError as soon as the rollout has failed, ValueError for a step out of turn.
         """
-        began = time.monotonic()
-        groups = self._ask(lambda: self._rollout.batch(step))
-        self._meter.add("wait_s", time.monotonic() - began)
-        return groups
+        with self._meter.during("learner_wait", LEARNER):
+            return self._ask(lambda: self._rollout.batch(step))
 
     def publish(self, version: int, folder: Path) -> concurrent.futures.Future[None]:
         """Announce the weights of `version` under `folder`; does not wait for the engines.
 
-        Each version is published once, in order. The future is done when no engine needs the
-        folder any more; it may be deleted then. Callbacks of the future run on the loop's thread.
+        Each version that ends a batch is published once, in order. The future is done when no
+        engine needs the folder any more; it may be deleted then. Callbacks of the future run on
+        the loop's thread.
         """
 
         async def publish() -> concurrent.futures.Future[None]:

@@ -22,7 +22,8 @@ from megatron_gmc.rollout.evaluation import EvaluationResult, PendingEvaluation
 from megatron_gmc.rollout.meter import Meter
 from megatron_gmc.rollout.sampling import GroupSampler, Wanted
 from megatron_gmc.rollout.scheduler import LagScheduler
-from megatron_gmc.rollout.state import RolloutState
+from megatron_gmc.rollout.staleness import Completed, staleness
+from megatron_gmc.rollout.state import RolloutState, ledger_of
 from megatron_gmc.rollout.types import Group, Prompt, Refusal, Sample
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,7 @@ class RolloutLoop:
             for engine in engines
         ]
         self.failure: EngineError | None = None
-        # The learner's version, and the last step whose batch it was given.
-        self._version = state.next_step if state else 0
-        self._delivered = self._version - 1
-        self._finished = {group.id: group for group in state.groups} if state else {}
-        # Below `_sent` every submission was sent in this process or came finished from the state.
-        self._sent = self._complete = self._version * self._scheduler.groups_per_step
+        self._ledger = ledger_of(state, plan.scheduler)
         self._newest = NO_VERSION
         self._published: dict[int, _Published] = {}
         self._evaluations: list[PendingEvaluation] = []
@@ -89,27 +85,31 @@ class RolloutLoop:
         self._spawn(self._watch(), "watching for stalled calls")
 
     async def batch(self, step: int) -> list[Group]:
-        """The groups of `step`; they stay here until the learner shows that it is past it."""
-        steps = self._scheduler.steps
+        """The groups of `step`, once its whole batch is complete.
+
+        They stay here until the learner shows that it is past the batch.
+        """
+        steps, ledger = self._scheduler.steps, self._ledger
         if steps is not None and step >= steps:
             raise ValueError(f"step {step} is past the end, the run has {steps} steps")
-        self._move_to(step)
-        numbers = self._scheduler.consumed_by(step)
-        oldest = self._scheduler.oldest_version(numbers.start)
-        if oldest > self._newest and any(number not in self._finished for number in numbers):
+        self._move_to(self._scheduler.batch_start(step))
+        end = ledger.version * self._scheduler.groups_per_step + self._scheduler.groups_per_batch
+        oldest = self._scheduler.oldest_version(end - 1)
+        if ledger.first_unsent() < end and oldest > self._newest:
             raise ValueError(
                 f"step {step} waits for samples of version {oldest} or newer, which was not "
-                f"published; publish version {self._version} first"
+                f"published; publish version {ledger.version} first"
             )
-        await self._until(lambda: all(number in self._finished for number in numbers))
-        self._delivered = step
-        self._wake.set()
-        return [self._finished[number] for number in numbers]
+        if not ledger.batch_given:
+            await self._until(lambda: ledger.batch() is not None)
+            self._meter.note(staleness(self._batch(), ledger.version, ledger.finished.values()))
+            self._wake.set()
+        return [completed.group for completed in self._batch()[step - ledger.version]]
 
     def publish(self, version: int, folder: Path) -> concurrent.futures.Future[None]:
         self.raise_failure()
         self._move_to(version)
-        if self._newest not in (NO_VERSION, version - 1):
+        if self._newest not in (NO_VERSION, version - self._scheduler.steps_per_batch):
             raise ValueError(
                 f"version {version} cannot be published after version {self._newest}; "
                 "each version is published once, in order"
@@ -153,13 +153,14 @@ class RolloutLoop:
         """The state before step `version`, once all that needs older versions is complete."""
         self._move_to(version)
         needed = self._scheduler.complete_before(version)
-        await self._until(lambda: self._complete >= needed)
+        await self._until(lambda: self._ledger.complete >= needed)
         return RolloutState(
             next_step=version,
-            submitted=self._sent,
-            groups=tuple(group for _, group in sorted(self._finished.items())),
+            submitted=self._ledger.submitted,
+            groups=tuple(one.group for _, one in sorted(self._ledger.finished.items())),
             groups_per_step=self._scheduler.groups_per_step,
             prompt_fingerprint=self._plan.prompt_fingerprint,
+            consumed_ahead=tuple(sorted(self._ledger.ahead)),
         )
 
     def raise_failure(self) -> None:
@@ -199,30 +200,23 @@ class RolloutLoop:
 
     async def _conduct(self) -> None:
         while True:
-            self._count_complete()
             for channel in self._channels:
                 self._switch(channel)
             self._release_folders()
             for evaluation in self._evaluations:
                 self._send_evaluation(evaluation)
             self._send_groups()
-            waiting = self._scheduler.consumed_by(self._delivered).stop
-            finished = sum(number >= waiting for number in self._finished)
-            self._meter.set_queue(finished, self._in_flight())
+            self._meter.set_queue(self._ledger.waiting, self._ledger.unfinished)
             self._notify()
             await self._wake.wait()
             self._wake.clear()
-
-    def _count_complete(self) -> None:
-        while self._complete in self._finished:
-            self._complete += 1
 
     def _target_version(self) -> int:
         """The version that engines behind it load next.
 
         It rises, but for an evaluation of an older version that is held or kept.
         """
-        version = self._scheduler.next_version(self._first_unsent(), self._newest)
+        version = self._scheduler.next_version(self._ledger.first_unsent(), self._newest)
         # No engine passes the version of an evaluation that is not complete.
         return min([version, *(evaluation.version for evaluation in self._evaluations)])
 
@@ -230,7 +224,7 @@ class RolloutLoop:
         """Start a weight switch where one is due and nothing still needs the version held."""
         version = self._target_version()
         due = channel.started and channel.asked == channel.version < version
-        if due and self._scheduler.may_switch(version, self._complete):
+        if due and self._scheduler.may_switch(version, self._ledger.complete):
             channel.ask(version)
             loading = self._load(channel, self._published[version].folder, version)
             self._spawn(loading, f"loading version {version} into {channel.name}")
@@ -257,29 +251,19 @@ class RolloutLoop:
 
     def _send_groups(self) -> None:
         while True:
-            first = self._first_unsent()
-            channel = self._free_channel(partial(self._scheduler.may_submit, first))
+            first = self._ledger.first_unsent()
+            channel = self._free_channel(partial(self._ledger.may_send, first))
             if channel is None:
                 return
             size = self._plan.request_groups
-            self._sent = (first // size + 1) * size
-            numbers = [n for n in range(first, self._sent) if n not in self._finished]
+            numbers = self._ledger.send((first // size + 1) * size, channel.version)
             channel.reserve()
             name = f"sampling submissions {first} to {numbers[-1]} on {channel.name}"
             self._spawn(self._sample(channel, numbers), name)
 
-    def _first_unsent(self) -> int:
-        while self._sent in self._finished:
-            self._sent += 1
-        return self._sent
-
     def _free_channel(self, suits: Callable[[int], bool]) -> EngineChannel | None:
         free = [one for one in self._channels if one.free and suits(one.version)]
         return min(free, key=lambda one: one.calls, default=None)
-
-    def _in_flight(self) -> int:
-        first = self._scheduler.consumed_by(self._version).start
-        return sum(number not in self._finished for number in range(first, self._sent))
 
     # -- tasks --------------------------------------------------------------------------------
 
@@ -295,7 +279,8 @@ class RolloutLoop:
         wanted = [self._wanted(number) for number in numbers]
         filled = await self._sampler.complete(channel, wanted)
         for one, trajectories in zip(wanted, filled, strict=True):
-            self._finished[one.number] = Group(one.number, one.prompt, trajectories)
+            completed = Completed(Group(one.number, one.prompt, trajectories), self._ledger.version)
+            self._ledger.finish(one.number, completed.group.oldest_version, completed)
         self._wake.set()
 
     async def _evaluate(
@@ -321,7 +306,7 @@ class RolloutLoop:
     def _wanted(self, number: int) -> Wanted:
         def refuse(sample: Sample) -> Refusal | None:
             oldest, newest = int(sample.versions.min()), int(sample.versions.max())
-            if self._scheduler.keeps_lag(number, oldest, newest):
+            if self._ledger.keeps_lag(number, oldest, newest):
                 return None
             detail = f"versions {oldest} to {newest}, {self._scheduler.lag} of submission {number}"
             exact = self._scheduler.required_version(number) is not None
@@ -338,19 +323,23 @@ class RolloutLoop:
 
     # -- plumbing -----------------------------------------------------------------------------
 
+    def _batch(self) -> list[list[Completed]]:
+        """The batch that was given out, one list a step."""
+        steps = self._ledger.batch()
+        assert steps is not None
+        return [[self._ledger.finished[number] for number in numbers] for numbers in steps]
+
     def _move_to(self, version: int) -> None:
         """Note that the learner has reached `version`; drop the batch that it used."""
-        if version == self._version:
+        ledger = self._ledger
+        if version == ledger.version:
             return
-        if version != self._version + 1 or self._delivered != self._version:
+        if version != ledger.version + self._scheduler.steps_per_batch or not ledger.batch_given:
             raise ValueError(
-                f"version {version} is out of turn: the learner is at {self._version} and was "
-                f"last given the batch of step {self._delivered}"
+                f"version {version} is out of turn: the learner is at {ledger.version} and was "
+                f"{'' if ledger.batch_given else 'not yet '}given the batch of that step"
             )
-        self._count_complete()
-        for number in self._scheduler.consumed_by(self._version):
-            del self._finished[number]
-        self._version = version
+        ledger.advance()
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         self.raise_failure()

@@ -11,10 +11,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from megatron_gmc.rollout.ledger import Ledger
 from megatron_gmc.rollout.scheduler import LagScheduler
+from megatron_gmc.rollout.staleness import Completed
 from megatron_gmc.rollout.types import Group, Prompt, Sample, Trajectory
 
-FORMAT = 1
+FORMAT = 2
 ARRAYS = "rollout.safetensors"
 RECORD = "rollout.json"
 
@@ -24,7 +26,8 @@ class RolloutState:
     """The rollout at the moment when the learner stands before step `next_step`.
 
     submitted: every submission below it was sent once; groups: the finished ones that no step
-    consumed yet, by submission; prompt_fingerprint: which prompts the numbers mean.
+    consumed yet, by submission; consumed_ahead: those consumed before an earlier one, which is
+    still to come; prompt_fingerprint: which prompts the numbers mean.
     """
 
     next_step: int
@@ -32,13 +35,18 @@ class RolloutState:
     groups: tuple[Group, ...]
     groups_per_step: int
     prompt_fingerprint: str
+    consumed_ahead: tuple[int, ...] = ()
+
+    @property
+    def first_open(self) -> int:
+        """The first submission that was not consumed."""
+        return self.next_step * self.groups_per_step - len(self.consumed_ahead)
 
     @property
     def in_flight(self) -> list[int]:
         """The submissions that were sent but not finished; a restart samples them again."""
-        finished = {group.id for group in self.groups}
-        sent = range(self.next_step * self.groups_per_step, self.submitted)
-        return [number for number in sent if number not in finished]
+        done = {group.id for group in self.groups} | set(self.consumed_ahead)
+        return [number for number in range(self.first_open, self.submitted) if number not in done]
 
     def save(self, folder: Path) -> None:
         """Write two files into `folder`, which must exist; the round trip is exact to the bit.
@@ -62,6 +70,7 @@ class RolloutState:
             "submitted": self.submitted,
             "groups_per_step": self.groups_per_step,
             "prompt_fingerprint": self.prompt_fingerprint,
+            "consumed_ahead": self.consumed_ahead,
             "groups": [
                 {
                     "id": group.id,
@@ -96,6 +105,7 @@ class RolloutState:
                 groups=groups,
                 groups_per_step=record["groups_per_step"],
                 prompt_fingerprint=record["prompt_fingerprint"],
+                consumed_ahead=tuple(record["consumed_ahead"]),
             )
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -118,35 +128,59 @@ def check_state(
             f"the checkpoint has {state.groups_per_step} prompts a step, this run has "
             f"{scheduler.groups_per_step}; keep the number when resuming"
         )
-    first = state.next_step * state.groups_per_step
+    if state.next_step != scheduler.batch_start(state.next_step):
+        raise ValueError(
+            f"the checkpoint was made after {state.next_step} steps, inside a batch of "
+            f"{scheduler.steps_per_batch}; keep the optimizer steps of a batch when resuming"
+        )
     for group in state.groups:
-        _check_group(group, first, scheduler, group_size)
+        _check_group(group, state, scheduler, group_size)
     finished = {group.id for group in state.groups}
-    for number in range(first, scheduler.complete_before(state.next_step)):
+    for number in range(state.first_open, scheduler.complete_before(state.next_step)):
         if number not in finished:
             raise ValueError(
                 f"the checkpoint at version {state.next_step} lacks submission {number}, which "
                 f"{scheduler.lag} wants from an older version; keep the lag and the number of "
                 "steps of the run that wrote it"
             )
+    due = [scheduler.due(group.id, group.oldest_version) for group in state.groups]
+    due += [scheduler.due(number, state.next_step) for number in state.in_flight]
+    if not scheduler.fits(state.next_step, due):
+        raise ValueError(
+            f"not all groups of the checkpoint can be consumed in time at {scheduler.lag}; keep "
+            "the lag and its order when resuming"
+        )
 
 
-def _check_group(group: Group, first: int, scheduler: LagScheduler, group_size: int) -> None:
-    if group.id < first:
+def ledger_of(state: RolloutState | None, scheduler: LagScheduler) -> Ledger[Completed]:
+    """The books of a run that goes on from `state`, or of a new one."""
+    if state is None:
+        return Ledger(scheduler)
+    # What the learner had reached when a group became complete is not kept; its newest token's
+    # version is the nearest that is.
+    finished = {
+        group.id: (group.oldest_version, Completed(group, group.newest_version))
+        for group in state.groups
+    }
+    return Ledger(scheduler, state.next_step, state.submitted, finished, state.consumed_ahead)
+
+
+def _check_group(
+    group: Group, state: RolloutState, scheduler: LagScheduler, group_size: int
+) -> None:
+    if group.id < state.first_open or group.id in state.consumed_ahead:
         raise ValueError(f"the checkpoint holds submission {group.id}, which was consumed already")
     if len(group.trajectories) != group_size:
         raise ValueError(
             f"the checkpoint has groups of {len(group.trajectories)}, this run of {group_size}; "
             "keep the group size when resuming"
         )
-    for trajectory in group.trajectories:
-        oldest, newest = trajectory.oldest_version, int(trajectory.sample.versions.max())
-        if not scheduler.keeps_lag(group.id, oldest, newest):
-            raise ValueError(
-                f"submission {group.id} of the checkpoint was sampled by versions "
-                f"{oldest} to {newest}, which {scheduler.lag} does not allow; "
-                "keep the lag when resuming"
-            )
+    oldest, newest = group.oldest_version, group.newest_version
+    if not scheduler.keeps_lag(group.id, oldest, newest):
+        raise ValueError(
+            f"submission {group.id} of the checkpoint was sampled by versions {oldest} to "
+            f"{newest}, which {scheduler.lag} does not allow; keep the lag when resuming"
+        )
 
 
 Ragged = np.ndarray[tuple[int, ...], np.dtype[np.generic]]

@@ -114,6 +114,14 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
 
+    @property
+    def oldest_version(self) -> int:
+        return min(one.oldest_version for one in self.trajectories)
+
+    @property
+    def newest_version(self) -> int:
+        return max(int(one.sample.versions.max()) for one in self.trajectories)
+
 
 def check_sample(
     sample: Sample, *, vocabulary: int, max_response_tokens: int, versions: Sequence[int] | range

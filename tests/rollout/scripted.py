@@ -182,12 +182,13 @@ def running(driver: RolloutDriver, version: int = 0) -> Iterator[RolloutDriver]:
         driver.close()
 
 
-def learn(driver: RolloutDriver, steps: range) -> dict[int, list[Group]]:
-    """A learner without a policy: takes every batch and publishes the next version."""
+def learn(driver: RolloutDriver, steps: range, size: int = 1) -> dict[int, list[Group]]:
+    """A learner without a policy: takes batches of `size` steps and publishes after each."""
     ledger = {}
-    for step in steps:
-        ledger[step] = driver.next_batch(step)
-        driver.publish(step + 1, FOLDER)
+    for start in steps[::size]:
+        for step in range(start, start + size):
+            ledger[step] = driver.next_batch(step)
+        driver.publish(start + size, FOLDER)
     return ledger
 
 
@@ -217,10 +218,10 @@ def versions_of(group: Group) -> set[int]:
     return {int(v) for one in group.trajectories for v in one.sample.versions}
 
 
-def check_lag(ledger: dict[int, list[Group]], lag: Lag) -> None:
+def check_lag(ledger: dict[int, list[Group]], lag: Lag, size: int = 1) -> None:
     for step, groups in ledger.items():
         for group in groups:
             if isinstance(lag, ExactLag):
-                assert versions_of(group) == {max(0, step - lag.k)}
+                assert versions_of(group) == {max(0, step // size * size - lag.k)}
             else:
                 assert all(0 <= step - version <= lag.k for version in versions_of(group))

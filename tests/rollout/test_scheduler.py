@@ -1,266 +1,10 @@
-"""The scheduler's guarantees, under an event simulation that knows nothing of its formulas."""
+"""The scheduler's answers one by one; tests/lag holds what they guarantee together."""
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler
-
-NONE = -1
-
-
-@dataclass
-class Consumed:
-    submission: int
-    oldest: int
-    newest: int
-    duration: float
-
-
-@dataclass
-class Server:
-    held: int = NONE
-    asked: int = NONE
-    running: int = 0
-
-
-@dataclass
-class Settings:
-    """One random cluster: how long things take and what goes wrong."""
-
-    lag: Lag
-    groups_per_step: int
-    steps: int
-    servers: int
-    slots: int
-    seed: int
-    failure_rate: float = 0.0
-    restart_rate: float = 0.0
-    load_time: float = 1.0
-    learn_time: float = 1.0
-    alpha: float = 1.2
-    capped: bool = True
-
-
-@dataclass
-class Simulation:
-    """Learner, engines and driver as events on a heap; every wait ends in an event or is a bug."""
-
-    settings: Settings
-    consumed: list[list[Consumed]] = field(default_factory=list)
-    submitted: dict[int, float] = field(default_factory=dict)
-    longest_queue: int = 0
-    restarts: int = 0
-
-    def __post_init__(self) -> None:
-        one = self.settings
-        self.random = random.Random(one.seed)
-        self.scheduler = LagScheduler(
-            one.lag, one.groups_per_step, one.steps if one.capped else None
-        )
-        self.begin(0, {})
-
-    def begin(self, version: int, finished: dict[int, Consumed]) -> None:
-        """Start the program at `version` with what a checkpoint held; engines are empty."""
-        one = self.settings
-        self.now, self.ties = 0.0, 0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.servers = [Server() for _ in range(one.servers)]
-        self.finished = dict(finished)
-        self.sent = set(finished)
-        self.version = self.newest = version
-        self.learning = False
-        self.saved: tuple[int, dict[int, Consumed]] = (version, dict(finished))
-        del self.consumed[version:]
-
-    def run(self) -> list[list[Consumed]]:
-        self.advance()
-        while len(self.consumed) < self.settings.steps:
-            assert self.events, "deadlock: nothing runs and the learner waits"
-            self.now, _, event = heapq.heappop(self.events)
-            event()
-            if self.random.random() < self.settings.restart_rate and self.restarts < 5:
-                self.restarts += 1
-                self.begin(*self.saved)
-            self.advance()
-        return self.consumed
-
-    def after(self, delay: float, event: Callable[[], None]) -> None:
-        self.ties += 1
-        heapq.heappush(self.events, (self.now + delay, self.ties, event))
-
-    def complete(self) -> int:
-        count = self.version * self.settings.groups_per_step
-        while count in self.finished:
-            count += 1
-        return count
-
-    def first_unsent(self) -> int:
-        number = self.version * self.settings.groups_per_step
-        while number in self.sent:
-            number += 1
-        return number
-
-    def advance(self) -> None:
-        for server in self.servers:
-            version = self.scheduler.next_version(self.first_unsent(), self.newest)
-            if server.asked == server.held < version and self.scheduler.may_switch(
-                version, self.complete()
-            ):
-                server.asked = version
-                delay = self.random.random() * self.settings.load_time
-                self.after(delay, partial(setattr, server, "held", version))
-        self.submit()
-        first = self.version * self.settings.groups_per_step
-        self.longest_queue = max(self.longest_queue, sum(number >= first for number in self.sent))
-        self.learn()
-
-    def submit(self) -> None:
-        while True:
-            number = self.first_unsent()
-            able = [
-                server
-                for server in self.servers
-                if server.running < self.settings.slots
-                and self.scheduler.may_submit(number, server.held)
-            ]
-            if not able:
-                return
-            server = self.random.choice(able)
-            server.running += 1
-            self.sent.add(number)
-            self.sample(server, number)
-
-    def sample(self, server: Server, number: int) -> None:
-        oldest = server.held
-        duration = self.random.paretovariate(self.settings.alpha)
-        self.submitted[number] = duration
-
-        def end() -> None:
-            if self.random.random() < self.settings.failure_rate:
-                self.sample(server, number)
-                return
-            server.running -= 1
-            # `asked`: an engine may use new weights before anybody hears of it.
-            self.finished[number] = Consumed(number, oldest, server.asked, duration)
-
-        self.after(duration, end)
-
-    def learn(self) -> None:
-        step, per_step = self.version, self.settings.groups_per_step
-        wanted = [step * per_step + place for place in range(per_step)]
-        if self.learning or any(number not in self.finished for number in wanted):
-            return
-        assert list(self.scheduler.consumed_by(step)) == wanted
-        self.learning = True
-        self.consumed.append([self.finished[number] for number in wanted])
-
-        def end() -> None:
-            for number in wanted:
-                del self.finished[number]
-            self.version, self.learning, self.newest = step + 1, False, step + 1
-            self.save()
-
-        self.after(self.random.random() * self.settings.learn_time, end)
-
-    def save(self) -> None:
-        """Checkpoint whenever the state may be kept, as a driver that waits for it would."""
-        if self.complete() >= self.scheduler.complete_before(self.version):
-            self.saved = (self.version, dict(self.finished))
-
-
-def check(simulation: Simulation) -> None:
-    """The guarantees, from what each group carries; no formula of the scheduler is used."""
-    one = simulation.settings
-    batches = simulation.run()
-    flat = [group for batch in batches for group in batch]
-    assert [group.submission for group in flat] == list(range(one.steps * one.groups_per_step))
-    for step, batch in enumerate(batches):
-        for group in batch:
-            if isinstance(one.lag, ExactLag):
-                assert group.oldest == group.newest == max(0, step - one.lag.k)
-            else:
-                assert 0 <= step - group.oldest <= one.lag.k
-    assert simulation.longest_queue <= (one.lag.k + 1) * one.groups_per_step
-
-
-lags = st.builds(ExactLag, st.integers(0, 5)) | st.builds(BoundedLag, st.integers(0, 5))
-clusters = st.builds(
-    Settings,
-    lag=lags,
-    groups_per_step=st.integers(1, 5),
-    steps=st.integers(1, 9),
-    servers=st.integers(1, 3),
-    slots=st.integers(1, 8),
-    seed=st.integers(0, 2**32),
-    failure_rate=st.sampled_from([0.0, 0.3]),
-    restart_rate=st.sampled_from([0.0, 0.05]),
-    load_time=st.sampled_from([0.0, 1.0, 50.0]),
-    learn_time=st.sampled_from([0.0, 1.0, 50.0]),
-    alpha=st.sampled_from([0.8, 1.2, 3.0]),
-    capped=st.booleans(),
-)
-
-
-@given(clusters)
-@settings(max_examples=300, deadline=None)
-def test_guarantees_hold_on_any_cluster(one: Settings) -> None:
-    """L1 to L3, L5: bound, order, queue, no deadlock, nothing discarded, across restarts."""
-    check(Simulation(one))
-
-
-@pytest.mark.parametrize("k", [0, 1])
-def test_exact_lag_0_and_1(k: int) -> None:
-    """L1: step t's tokens carry version t; version max(0, t − 1)."""
-    batches = Simulation(Settings(ExactLag(k), 3, 12, servers=2, slots=4, seed=1)).run()
-    seen = [{(group.oldest, group.newest) for group in batch} for batch in batches]
-    assert seen == [{(max(0, step - k),) * 2} for step in range(12)]
-
-
-def test_heavy_tails_are_neither_dropped_nor_late() -> None:
-    """L2: bounded lag 2, Pareto α = 1.2, 1,000 groups: what is consumed is what was submitted."""
-    simulation = Simulation(
-        Settings(BoundedLag(2), 10, 100, servers=2, slots=64, seed=5, learn_time=3.0)
-    )
-    check(simulation)
-    consumed = {
-        group.submission: group.duration for batch in simulation.consumed for group in batch
-    }
-    assert consumed == simulation.submitted
-    assert len(consumed) == 1000
-    # The tail is there, and it really made engines fall behind the learner.
-    assert max(consumed.values()) > 50
-    lags = {
-        step - group.oldest for step, batch in enumerate(simulation.consumed) for group in batch
-    }
-    assert lags == {0, 1, 2}
-
-
-@pytest.mark.parametrize("lag", [ExactLag(2), BoundedLag(2)], ids=str)
-@pytest.mark.parametrize("version", [0, 7])
-def test_restart_begins_inside_the_bound_and_does_not_wait(lag: Lag, version: int) -> None:
-    """L3: from a checkpoint of version v with empty engines the next steps run and hold."""
-    per_step = 2
-    one = Settings(lag, per_step, version + 6, servers=1, slots=2, seed=2)
-    simulation = Simulation(one)
-    scheduler = simulation.scheduler
-    finished = {
-        number: Consumed(number, max(0, number // per_step - 2), max(0, number // per_step - 2), 1)
-        for number in range(version * per_step, scheduler.complete_before(version))
-    }
-    simulation.consumed = [[] for _ in range(version)]
-    simulation.begin(version, finished)
-    for step, batch in list(enumerate(simulation.run()))[version:]:
-        assert [group.submission for group in batch] == [2 * step, 2 * step + 1]
-        assert all(step - group.oldest <= 2 for group in batch)
 
 
 def test_an_engine_that_loads_late_bounds_the_pace() -> None:
@@ -317,6 +61,73 @@ def test_settings_out_of_range_are_refused() -> None:
         LagScheduler(ExactLag(0), 1, steps=-1)
 
 
+def test_steps_that_are_no_whole_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps_per_batch must be 1 or above, got 0"):
+        LagScheduler(ExactLag(0), 1, steps_per_batch=0)
+    with pytest.raises(ValueError, match="multiple of the 4 steps of a batch, got 10; 8 or 12"):
+        LagScheduler(ExactLag(0), 1, steps=10, steps_per_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("lag", "size", "message"),
+    [
+        (ExactLag(6), 4, "multiple of the 4 optimizer steps of a batch.*got 6; 4 or 8 would do"),
+        (ExactLag(1), 4, "got 1; 4 would do"),
+        (BoundedLag(2), 4, "a bound of 2 at step 3 .* with 4 optimizer steps.*use 3 or more"),
+        (BoundedLag(3, first=(0, 0, 1)), 2, "a bound of 0 at step 1 cannot be kept"),
+        (ExactLag(2, first=(0, 2)), 2, "steps 0 to 1 have 0, 2; change it every 2 steps"),
+        (ExactLag(2, first=(2,)), 4, "got 2; 4 would do"),
+        (ExactLag(5, first=(0, 0, 0, 1)), 1, "rise by 1 a batch.*from 1 to 5 at step 4"),
+    ],
+)
+def test_a_lag_that_cannot_be_kept_is_refused(lag: Lag, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LagScheduler(lag, 1, steps_per_batch=size)
+
+
+def test_overtaking_needs_one_bound() -> None:
+    with pytest.raises(ValueError, match="earliest_deadline keeps one bound for the whole run"):
+        BoundedLag(2, first=(1,), order="earliest_deadline")
+
+
+def test_a_lag_may_rise_as_it_likes_while_it_asks_for_version_0() -> None:
+    LagScheduler(ExactLag(16, first=(0,)), 1)
+    LagScheduler(BoundedLag(16, first=(0, 0, 0, 0)), 1)
+
+
+def test_only_published_versions_are_asked_for() -> None:
+    """L4: with S = 4, bounded lag 5: step 10 needs version 5 or newer, which is 8."""
+    scheduler = LagScheduler(BoundedLag(5), groups_per_step=2, steps_per_batch=4)
+    assert [scheduler.oldest_version(2 * step) for step in range(5, 13)] == [0, 4, 4, 4, 4, 8, 8, 8]
+
+
+def test_what_is_due_is_waited_for_and_what_is_not_is_overtaken() -> None:
+    """Two groups a step, bound 1: group 0, unfinished, was sent at version 0 and is due at 1."""
+    scheduler = LagScheduler(BoundedLag(1, order="earliest_deadline"), groups_per_step=2)
+    finished = {1: 1, 2: 1, 3: 1}
+    assert scheduler.choose(0, finished, unfinished=[1]) == [[1, 2]]
+    # At step 1 it is its turn: nothing may be taken without it.
+    assert scheduler.choose(1, {3: 1, 4: 2, 5: 2}, unfinished=[1]) is None
+    assert scheduler.choose(1, {0: 1, 3: 1, 4: 2, 5: 2}, unfinished=[]) == [[0, 3]]
+
+
+def test_nothing_is_overtaken_that_would_crowd_a_later_step() -> None:
+    """Taking 4 and 5, due at step 3, would leave five groups for the four places up to step 2."""
+    scheduler = LagScheduler(BoundedLag(2, order="earliest_deadline"), groups_per_step=2)
+    assert scheduler.choose(0, {4: 3, 5: 3}, unfinished=[2, 2, 2, 2]) == [[4, 5]]
+    assert scheduler.choose(0, {4: 3, 5: 3}, unfinished=[2, 2, 2, 2, 2]) is None
+
+
+def test_mini_batches_take_what_is_due_first_and_then_by_submission() -> None:
+    scheduler = LagScheduler(
+        BoundedLag(3, order="earliest_deadline"), groups_per_step=1, steps_per_batch=2
+    )
+    assert scheduler.choose(4, {7: 4, 5: 6, 6: 5}, unfinished=[]) == [[7], [6]]
+    assert scheduler.choose(4, {9: 6, 5: 8, 6: 7}, unfinished=[]) == [[6], [9]]
+
+
 def test_lag_is_named_with_its_kind() -> None:
     assert str(ExactLag(16)) == "lag 16 (exact)"
     assert str(BoundedLag(16)) == "lag ≤ 16 (bounded)"
+    assert str(BoundedLag(2, order="earliest_deadline")) == ("lag ≤ 2 (bounded, earliest deadline)")
+    assert str(ExactLag(4, first=(0, 1, 2, 3))) == "lag 0 → 4 in 4 steps (exact)"

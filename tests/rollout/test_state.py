@@ -61,6 +61,7 @@ states = st.builds(
     ).map(tuple),
     groups_per_step=st.integers(1, 9),
     prompt_fingerprint=texts,
+    consumed_ahead=st.lists(st.integers(0, 99), max_size=3).map(tuple),
 )
 
 
@@ -124,6 +125,18 @@ def test_a_state_of_this_run_is_accepted() -> None:
         (state(group(6, [1, 2])), LagScheduler(BoundedLag(1), 2), 2, "versions 1 to 2, which lag"),
         (state(group(5, [2, 2])), EXACT, 2, "submission 5, which was consumed already"),
         (state(group(6, [2, 2])), EXACT, 2, "lacks submission 7"),
+        (
+            replace(state(group(7, [2, 3])), consumed_ahead=(6, 7)),
+            LagScheduler(BoundedLag(1, order="earliest_deadline"), 2),
+            2,
+            "submission 7, which was consumed already",
+        ),
+        (
+            replace(state(group(4, [2, 2])), consumed_ahead=(5, 6)),
+            LagScheduler(BoundedLag(1), 2),
+            2,
+            "can be consumed in time at lag ≤ 1 .bounded.; keep the lag and its order",
+        ),
     ],
 )
 def test_a_state_that_cannot_go_on_is_refused(
