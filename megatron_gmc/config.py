@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from megatron_gmc.estimators import GMC, AdvantageKind, AggregationKind, AnyEstimator
-from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag
+from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler, Order
 from megatron_gmc.tasks.config import JsonlSource, TaskConfig
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -86,13 +86,29 @@ class MeshConfig(Section):
         return values
 
 
+class RampConfig(Section):
+    """A lag that moves in a straight line, rounded down, before it stays."""
+
+    start: NonNegativeInt
+    """The lag of step 0."""
+    steps: PositiveInt
+    """From this step on the lag is what `exact` or `bounded` says."""
+
+
 class LagConfig(Section):
-    """How far the sampled tokens may lag behind the policy: exactly one of the two."""
+    """How far the sampled tokens may lag behind the policy: one of exact and bounded."""
 
     exact: NonNegativeInt | None = None
     """Step t is trained on samples of version max(0, t − exact), wholly."""
     bounded: NonNegativeInt | None = None
     """Sampling never stops; no consumed token is older than this many versions."""
+    order: Order = "submission"
+    """With bounded: earliest_deadline lets finished groups overtake unfinished ones that still can
+    be consumed in time; which groups a step takes then depends on how long each took."""
+    ramp: RampConfig | None = None
+    """The lag of the first steps, as a straight line."""
+    first: tuple[NonNegativeInt, ...] = ()
+    """The lags of the first steps, one by one."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -103,12 +119,37 @@ class LagConfig(Section):
             )
         return self
 
-    def build(self) -> Lag:
-        """What the scheduler keeps."""
+    @model_validator(mode="after")
+    def _only_what_fits(self) -> Self:
+        if self.ramp is not None and self.first:
+            raise ValueError("ramp: given beside first, and both say the first lags; give one")
+        if self.order != "submission" and self.exact is not None:
+            raise ValueError(
+                f"order: {self.order} needs a bounded lag; an exact one fixes what a step takes"
+            )
+        if self.order != "submission" and (self.ramp is not None or self.first):
+            raise ValueError(
+                f"order: {self.order} keeps one bound for the whole run; leave ramp and first out"
+            )
+        return self
+
+    def build(self, steps_per_batch: int) -> Lag:
+        """What the scheduler keeps; an exact lag is read at batch starts, in whole batches."""
         if self.exact is not None:
-            return ExactLag(self.exact)
+            return ExactLag(self.exact, self._first(self.exact, steps_per_batch))
         assert self.bounded is not None
-        return BoundedLag(self.bounded)
+        return BoundedLag(self.bounded, self._first(self.bounded, 1), order=self.order)
+
+    def _first(self, k: int, size: int) -> tuple[int, ...]:
+        if self.ramp is None:
+            return self.first
+        start, steps = self.ramp.start, self.ramp.steps
+        lags: list[int] = []
+        for step in range(0, steps, size):
+            line = start + (k - start) * step // steps
+            # The start itself is not rounded: one that does not fit is refused.
+            lags += [line - line % size if step else start] * size
+        return tuple(lags)
 
 
 class RolloutConfig(Section):
@@ -211,6 +252,14 @@ class OptimConfig(Section):
             )
 
 
+class PolicyOptimConfig(OptimConfig):
+    """The optimizer of a policy, and how often engines see what it did."""
+
+    steps_per_batch: PositiveInt = 1
+    """S: optimizer steps on one batch of S × prompts_per_step groups, each on its own share of
+    them. Each makes a version; weights are published after the last."""
+
+
 class LearnerConfig(Section):
     """How a batch is cut into forward passes; no choice here changes the gradient."""
 
@@ -248,7 +297,7 @@ class Config(Section):
         AnyEstimator, Field(discriminator="name"), BeforeValidator(_gmc_unless_named)
     ] = GMC()
     objective: ObjectiveConfig = ObjectiveConfig()
-    optim: OptimConfig
+    optim: PolicyOptimConfig
     learner: LearnerConfig = LearnerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
@@ -260,7 +309,40 @@ class Config(Section):
                 "needs a second trajectory to compare with; use group_size 2 or more"
             )
         self.optim.check_fits(self.train.steps)
+        self._check_batches()
         return self
+
+    def _check_batches(self) -> None:
+        """Raise ValueError where a run of these steps, batches and lag cannot be."""
+        size = self.optim.steps_per_batch
+        held_out = self.task.held_out or self.task.held_out_source is not None
+        for field, value, why in (
+            ("train.steps", self.train.steps, "a run ends with a whole batch"),
+            ("train.save_every", self.train.save_every, "checkpoints are made between batches"),
+            (
+                "evaluation.every",
+                self.evaluation.every if held_out else None,
+                "engines get weights between batches",
+            ),
+        ):
+            if value is not None and value % size:
+                raise ValueError(
+                    f"{field}: {value} is no multiple of optim.steps_per_batch {size}, and {why}; "
+                    f"use {value + size - value % size}"
+                )
+        try:
+            self.scheduler()
+        except ValueError as error:
+            raise ValueError(f"rollout.lag: {error}") from None
+
+    def scheduler(self) -> LagScheduler:
+        """What keeps this run's lag."""
+        return LagScheduler(
+            self.rollout.lag.build(self.optim.steps_per_batch),
+            self.train.prompts_per_step,
+            self.train.steps,
+            self.optim.steps_per_batch,
+        )
 
 
 class DemonstrationsConfig(Section):

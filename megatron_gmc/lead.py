@@ -18,7 +18,7 @@ from megatron_gmc.learner.batch import Batch, Row
 from megatron_gmc.rollout.driver import RolloutDriver
 from megatron_gmc.rollout.embedded.engine import EmbeddedEngine
 from megatron_gmc.rollout.evaluation import EvaluationResult
-from megatron_gmc.rollout.scheduler import LagScheduler
+from megatron_gmc.rollout.staleness import lag_shares
 from megatron_gmc.rollout.state import RolloutState
 from megatron_gmc.rollout.types import FinishReason, Group, Prompt, SamplingParams, Trajectory
 from megatron_gmc.run_folder import RunFolder, write_atomically
@@ -48,9 +48,7 @@ class Lead:
             state = RolloutState.load(checkpoint / "rollout") if checkpoint else None
             self._driver = RolloutDriver(
                 engines=[_embedded_engine(config, shape, folder)],
-                scheduler=LagScheduler(
-                    config.rollout.lag.build(), config.train.prompts_per_step, config.train.steps
-                ),
+                scheduler=config.scheduler(),
                 prompt_at=stream.prompt,
                 prompt_fingerprint=stream.fingerprint,
                 grade=self._grade,
@@ -71,10 +69,11 @@ class Lead:
             )
         self._warned = False
         self._evaluations: list[Future[EvaluationResult]] = []
-        self._groups: list[Group] = []
+        # Of the batch under way, by step.
+        self._groups: dict[int, list[Group]] = {}
         self._log = RunLog(
             folder.path,
-            title=f"{config.estimator.name}, {config.rollout.lag.build()}",
+            title=f"{config.estimator.name}, {config.scheduler().lag}",
             steps=config.train.steps,
             start=state.next_step if state else 0,
         )
@@ -85,9 +84,9 @@ class Lead:
         self._driver.start()
 
     def next_batch(self, step: int) -> Batch:
-        """Block until the groups of `step` are there."""
-        self._groups = self._driver.next_batch(step)
-        return Batch.from_rows(rows_of(self._groups))
+        """Block until the groups of `step` are there, and those of its whole batch."""
+        groups = self._groups[step] = self._driver.next_batch(step)
+        return Batch.from_rows(rows_of(groups))
 
     def publish(self, version: int, folder: Path) -> None:
         """Hand the weights under `folder` to the engine, which takes them when the lag allows.
@@ -112,9 +111,10 @@ class Lead:
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Log what the step to `version` measured, and every evaluation that is ready."""
-        rewards = np.array([t.reward for group in self._groups for t in group.trajectories])
-        samples = [t.sample for group in self._groups for t in group.trajectories]
-        prompts = sum(len(g.prompt.tokens) * len(g.trajectories) for g in self._groups)
+        groups = self._groups.pop(version - 1)
+        rewards = np.array([t.reward for group in groups for t in group.trajectories])
+        samples = [t.sample for group in groups for t in group.trajectories]
+        prompts = sum(len(g.prompt.tokens) * len(g.trajectories) for g in groups)
         tokens = prompts + sum(len(sample.tokens) for sample in samples)
         truncated = [sample.finish_reason == "length" for sample in samples]
         rollout = {f"rollout/{name}": v for name, v in self._driver.metrics().items()}
@@ -126,6 +126,7 @@ class Lead:
                 "response/mean_tokens": float(np.mean([len(s.tokens) for s in samples])),
                 "response/truncated_share": float(np.mean(truncated)),
                 **metrics,
+                **lag_shares(groups, version - 1),
                 **rollout,
                 **{name: float(count) for name, count in self._grader.counts().items()},
             },
@@ -152,7 +153,7 @@ class Lead:
 
         Where none alone is at fault, the file holds the whole batch.
         """
-        trajectories = [(g, t) for g in self._groups for t in g.trajectories]
+        trajectories = [(g, t) for g in self._groups[step] for t in g.trajectories]
         path = self._folder.path / f"non_finite_step_{step}.json"
         named = error.trajectories or range(len(trajectories))
         record = [_described(*trajectories[index]) for index in named]

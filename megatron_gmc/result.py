@@ -55,9 +55,10 @@ def describe_method(config: Config) -> str:
     return ", ".join(
         [
             config.estimator.name + (f" ε={epsilon:g}" if epsilon is not None else ""),
-            str(config.rollout.lag.build()),
+            str(config.scheduler().lag),
             f"G={config.rollout.group_size}",
             f"P={config.train.prompts_per_step}",
+            *([f"S={size}"] if (size := config.optim.steps_per_batch) > 1 else []),
             config.objective.aggregation,
             config.objective.advantage,
             f"{config.optim.name} {config.optim.lr:g}",

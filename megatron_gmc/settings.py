@@ -187,10 +187,12 @@ def _walk(kind: type[BaseModel], location: tuple[int | str, ...]) -> tuple[objec
 
 
 def _annotations(node: object) -> dict[str, object]:
-    if isinstance(node, type) and issubclass(node, BaseModel):
-        return {name: field.annotation for name, field in node.model_fields.items()}
-    if isinstance(node, type) and dataclasses.is_dataclass(node):
-        return {field.name: field.type for field in dataclasses.fields(node)}
+    """The fields of a section or estimator, also of one that is optional."""
+    for kind in _alternatives(node):
+        if issubclass(kind, BaseModel):
+            return {name: field.annotation for name, field in kind.model_fields.items()}
+        if dataclasses.is_dataclass(kind):
+            return {field.name: field.type for field in dataclasses.fields(kind)}
     return {}
 
 

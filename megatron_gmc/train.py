@@ -1,8 +1,8 @@
 """Asynchronous training with a group-mass capped policy gradient; the same program on every rank.
 
 Rank 0's driver keeps the engine sampling at the lag that the scheduler guarantees. Each step takes
-the P groups that are its turn, weights every trajectory by its group's mass, takes one optimizer
-step and publishes the new version to the engine.
+the P groups that are its turn, weights every trajectory by its group's mass and takes one optimizer
+step; after the S steps of a batch the new version is published to the engine.
 """
 
 from __future__ import annotations
@@ -66,21 +66,29 @@ def _loop(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder
     if lead is not None:
         lead.say(f"{describe_method(config)}; {learner.mesh}; from version {first}")
         lead.evaluate(first, fresh=first == 0)
-    for step in range(first, config.train.steps):
+    size = config.optim.steps_per_batch
+    for start in range(first, config.train.steps, size):
+        steps = range(start, start + size)
         with phases.during("wait"):
-            batch = broadcast_batch(lead.next_batch(step) if lead else None, learner.mesh)
-        with phases.during("learn"):
-            try:
-                metrics = policy_step(learner, batch, objective, config.learner)
-            except NonFiniteError as error:
-                raise _reported(error, lead, step) from error
-        with phases.during("publish"):
-            _publish(config, learner, lead, folder)
-        if lead is not None:
-            lead.evaluate(learner.version, fresh=True)
-        # Before the checkpoint: a crash right after it must not cost this step its record.
-        if lead is not None:
-            lead.write(learner.version, {**metrics, **phases.take()})
+            # All of a batch is there before its first step.
+            batches = [
+                broadcast_batch(lead.next_batch(step) if lead else None, learner.mesh)
+                for step in steps
+            ]
+        for step, batch in zip(steps, batches, strict=True):
+            with phases.during("learn"):
+                try:
+                    metrics = policy_step(learner, batch, objective, config.learner)
+                except NonFiniteError as error:
+                    raise _reported(error, lead, step) from error
+            if step == steps[-1]:
+                with phases.during("publish"):
+                    _publish(config, learner, lead, folder)
+                if lead is not None:
+                    lead.evaluate(learner.version, fresh=True)
+            # Before the checkpoint: a crash right after it must not cost this step its record.
+            if lead is not None:
+                lead.write(learner.version, {**metrics, **phases.take()})
         if _is_due(config, learner.version):
             with phases.during("checkpoint"):
                 _save(config, learner, lead, folder)

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_gmc.config import Config, SftConfig
 from megatron_gmc.errors import ConfigError
-from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag
+from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag
 from megatron_gmc.settings import load_config
 from tests.distributed import ROOT
 from tests.runs import environment, sft_tree, train_tree, write_config
@@ -143,10 +143,72 @@ def test_both_lags_or_none(config_file: Path, lag: str, got: str) -> None:
     assert f"got {got}" in text
 
 
-def test_each_lag_is_built(config_file: Path) -> None:
-    for lag, built in (("{exact: 0}", ExactLag(0)), ("{bounded: 3}", BoundedLag(3))):
-        config = load_config(Config, config_file, ("--rollout.lag", lag))
-        assert config.rollout.lag.build() == built
+@pytest.mark.parametrize(
+    ("lag", "built"),
+    [
+        ("{exact: 0}", ExactLag(0)),
+        ("{bounded: 3}", BoundedLag(3)),
+        (
+            "{bounded: 3, order: earliest_deadline}",
+            BoundedLag(3, order="earliest_deadline"),
+        ),
+        ("{exact: 3, first: [0, 0, 1, 2]}", ExactLag(3, first=(0, 0, 1, 2))),
+        ("{exact: 2, ramp: {start: 0, steps: 4}}", ExactLag(2, first=(0, 0, 1, 1))),
+        ("{bounded: 0, ramp: {start: 3, steps: 3}}", BoundedLag(0, first=(3, 2, 1))),
+    ],
+)
+def test_each_lag_is_built(config_file: Path, lag: str, built: Lag) -> None:
+    assert load_config(Config, config_file, ("--rollout.lag", lag)).scheduler().lag == built
+
+
+def test_a_ramp_moves_in_whole_batches(config_file: Path) -> None:
+    words = ("--optim.steps_per_batch", "2", "--evaluation.every", "2", "--train.steps", "10")
+    lag = "{exact: 4, ramp: {start: 0, steps: 7}}"
+    config = load_config(Config, config_file, (*words, "--rollout.lag", lag))
+    assert config.scheduler().lag == ExactLag(4, first=(0, 0, 0, 0, 2, 2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("lag", "expected"),
+    [
+        ("{exact: 2, order: earliest_deadline}", "order: earliest_deadline needs a bounded lag; "),
+        ("{bounded: 2, order: lifo}", "order: input should be 'submission' or 'earliest_deadline'"),
+        (
+            "{bounded: 2, order: earliest_deadline, first: [0]}",
+            "order: earliest_deadline keeps one bound for the whole run; leave ramp and first out",
+        ),
+        ("{exact: 2, first: [0], ramp: {start: 0, steps: 2}}", "ramp: given beside first, "),
+        ("{exact: 2, first: [0, -1]}", f"first[1]: {AT_LEAST_0}, got -1"),
+        ("{exact: 2, ramp: {start: 0}}", "ramp.steps: missing, and it has no default"),
+        ("{exact: 2, ramp: {start: 0, stpes: 3}}", "ramp.stpes: unknown key; did you mean steps?"),
+    ],
+)
+def test_a_lag_that_contradicts_itself(config_file: Path, lag: str, expected: str) -> None:
+    assert message(config_file, "--rollout.lag", lag).startswith(f"rollout.lag.{expected}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--train.steps", "7"), "train.steps: 7 is no multiple of optim.steps_per_batch 2, and "),
+        (("--train.save_every", "3"), "train.save_every: 3 is no multiple of optim.steps_per_b"),
+        (("--evaluation.every", "5"), "evaluation.every: 5 is no multiple of optim.steps_per_b"),
+        (("--rollout.lag", "{exact: 3}"), "rollout.lag: an exact lag must be a multiple of the 2"),
+        (("--rollout.lag", "{bounded: 0}"), "rollout.lag: a bound of 0 at step 1 cannot be kept"),
+    ],
+)
+def test_what_does_not_fit_two_steps_a_batch(
+    config_file: Path, words: tuple[str, ...], expected: str
+) -> None:
+    """L4."""
+    fitting = ("--optim.steps_per_batch", "2", "--evaluation.every", "2")
+    assert load_config(Config, config_file, fitting).optim.steps_per_batch == 2
+    assert message(config_file, *fitting, *words).startswith(expected)
+
+
+def test_an_exact_lag_that_rises_too_fast(config_file: Path) -> None:
+    text = message(config_file, "--rollout.lag", "{exact: 4, first: [0, 0, 0]}")
+    assert text.startswith("rollout.lag: an exact lag may rise by 1 a batch at most, and it rises")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +273,7 @@ def test_a_supervised_config(tmp_path: Path) -> None:
             "policy.initial: input should be 'random' or 'pretrained', got 'random_'",
         ),
         (("--optim.schedule", "wsd", "--optim.decay_steps", "3"), "optim.decay_steps: 3 and"),
+        (("--optim.steps_per_batch", "2"), "optim.steps_per_batch: unknown key; known here: "),
     ):
         assert message(path, *overrides, kind=SftConfig).startswith(expected)
 

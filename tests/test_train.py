@@ -27,6 +27,7 @@ from tests.runs import (
     end_world,
     final_weights,
     records,
+    roll_back,
     sft_tree,
     start_ranks,
     train_tree,
@@ -196,6 +197,32 @@ def test_bounded_lag(task: Path, tmp_path: Path) -> None:
             assert step >= version
             assert max(versions) <= version
             assert min(versions) >= step - 2
+
+
+def test_two_steps_on_one_batch(task: Path, tmp_path: Path) -> None:
+    """L4: the second step's lag is one more, and is reported; a resumed run repeats it."""
+    changes: dict[str, dict[str, object]] = {
+        "train": {"output_dir": str(tmp_path / "run"), "steps": 6, "prompts_per_step": 2}
+        | {"save_every": 4},
+        "optim": {"lr": 1e-3, "steps_per_batch": 2},
+        "evaluation": {"every": 2, "prompts": 8},
+    }
+    run = trained(task, tmp_path, **changes)
+    steps = records(run)
+    lags = [(steps[version]["lag/min"], steps[version]["lag/max"]) for version in range(1, 7)]
+    assert lags == [(0, 0), (1, 1), (2, 2), (3, 3), (2, 2), (3, 3)]
+    for version, (lag, _) in enumerate(lags, 1):
+        assert steps[version][f"lag/tokens/{lag:.0f}"] == 1
+    assert {v for v, metrics in steps.items() if "evaluation/accuracy" in metrics} == {0, 2, 4, 6}
+    again = tmp_path / "again" / "run"
+    roll_back(run, again, 4)
+    assert sampled_versions(again / "checkpoints" / "step_000004") == {4: {2}, 5: {2}}
+    changes["train"] |= {"output_dir": str(again)}
+    config = write_config(tmp_path / "again.yaml", train_tree(task, again, **changes))
+    end_world()
+    assert main(["train", str(config), "--resume"]) == 0
+    assert_same_weights(run, again)
+    assert records(again) == steps
 
 
 # -- two ranks --------------------------------------------------------------------------------
