@@ -88,6 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     theory.add_argument("--group-size", type=int, help="G; default: the run's, or 8")
     theory.add_argument("--epsilon", type=float, help="ε of the cap 1 + ε; the run's, or 0.2")
     theory.set_defaults(run=_theory)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="steps per hour, idle time and lag of a cluster, from its numbers alone",
+        epilog="Any field of the cluster can be given or overridden: --engines 8 --lags '[0, 1]'",
+    )
+    simulate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="fields as YAML")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the table here")
+    simulate.set_defaults(run=_simulate)
     return parser
 
 
@@ -126,3 +135,9 @@ def _theory(options: argparse.Namespace, rest: list[str]) -> int:
         group_size=options.group_size,
         epsilon=options.epsilon,
     )
+
+
+def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.simulate_command import simulate
+
+    return simulate(options.cluster, rest, target=options.json)

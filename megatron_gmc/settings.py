@@ -34,11 +34,19 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(kind: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
+def load_config(kind: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
     """Read `path` (YAML), apply `overrides` (`--a.b value` or `--a.b=value`), validate as `kind`.
 
-    Override values are YAML too, so numbers, lists and `{…}` work. Raises ConfigError.
+    Override values are YAML too, so numbers, lists and `{…}` work; without a path they are all
+    there is. Raises ConfigError.
     """
+    tree = {} if path is None else _read_tree(path)
+    for keys, value in _parse_overrides(kind, overrides):
+        _override(kind, tree, keys, value)
+    return validate(kind, tree)
+
+
+def _read_tree(path: Path) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -49,9 +57,7 @@ def load_config(kind: type[Model], path: Path, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping of sections such as 'train:' and 'policy:'")
-    for keys, value in _parse_overrides(kind, overrides):
-        _override(kind, tree, keys, value)
-    return validate(kind, tree)
+    return tree
 
 
 def validate(kind: type[Model], tree: Mapping[str, object]) -> Model:

@@ -38,9 +38,9 @@ class Ledger(Generic[T]):
         self.ahead = set(ahead)
         self.finished: dict[int, T] = {}
         self._scheduler = scheduler
+        # Due steps of the finished ones, and of those sent or to be sent again and not finished.
         self._due: dict[int, int] = {}
-        # Sent or to be sent again, not finished: the oldest version that its tokens can have.
-        self._unfinished: dict[int, int] = {}
+        self._due_unfinished: dict[int, int] = {}
         self._batch: list[list[int]] | None = None
         # Below `_unsent` every submission was sent in this process, is finished or consumed.
         self._unsent = self._first = version * scheduler.groups_per_step - len(self.ahead)
@@ -51,7 +51,7 @@ class Ledger(Generic[T]):
         for number in range(self._first, self.submitted):
             if number not in self.finished and number not in self.ahead:
                 # Engines of this process load no version before this one.
-                self._unfinished[number] = version
+                self._due_unfinished[number] = scheduler.due(number, version)
 
     @property
     def batch_given(self) -> bool:
@@ -73,7 +73,7 @@ class Ledger(Generic[T]):
     @property
     def unfinished(self) -> int:
         """Submissions that were sent, or are to be sent again, and are not finished."""
-        return len(self._unfinished)
+        return len(self._due_unfinished)
 
     def first_unsent(self) -> int:
         """The submission to send next."""
@@ -85,7 +85,7 @@ class Ledger(Generic[T]):
         """Note that what is unsent below `stop` goes to an engine that holds `held`; return it."""
         numbers = [n for n in range(self.first_unsent(), stop) if not self._is_done(n)]
         for number in numbers:
-            self._unfinished[number] = max(held, self._unfinished.get(number, held))
+            self._due_unfinished[number] = self._scheduler.due(number, held)
         self._unsent = stop
         self.submitted = max(self.submitted, stop)
         return numbers
@@ -94,25 +94,25 @@ class Ledger(Generic[T]):
         """Whether `number` may go to an engine that holds `held`, for the first time or again."""
         if not self._scheduler.may_submit(number, held):
             return False
-        promised = self._unfinished.get(number, held)
-        return self._scheduler.due(number, held) >= self._scheduler.due(number, promised)
+        due = self._scheduler.due(number, held)
+        return due >= self._due_unfinished.get(number, due)
 
     def keeps_lag(self, number: int, oldest: int, newest: int) -> bool:
         """Whether tokens of versions `oldest` … `newest` may be in a submission under way."""
-        due = self._scheduler.due(number, self._unfinished[number])
-        in_time = self._scheduler.due(number, oldest) >= due
+        in_time = self._scheduler.due(number, oldest) >= self._due_unfinished[number]
         return in_time and self._scheduler.keeps_lag(number, oldest, newest)
 
     def finish(self, number: int, oldest: int, content: T) -> None:
         """Book a submission as finished; `oldest` is the version of its oldest token."""
-        del self._unfinished[number]
+        del self._due_unfinished[number]
         self._add(number, oldest, content)
 
     def batch(self) -> list[list[int]] | None:
         """What each step of the batch under way consumes, the same until `advance`; None: wait."""
         if self._batch is None:
-            unfinished = [self._scheduler.due(n, oldest) for n, oldest in self._unfinished.items()]
-            self._batch = self._scheduler.choose(self.version, self._due, unfinished)
+            self._batch = self._scheduler.choose(
+                self.version, self._due, self._due_unfinished.values()
+            )
         return self._batch
 
     def advance(self) -> None:

@@ -89,6 +89,7 @@ class RolloutLoop:
 
         They stay here until the learner shows that it is past the batch.
         """
+        self.raise_failure()
         steps, ledger = self._scheduler.steps, self._ledger
         if steps is not None and step >= steps:
             raise ValueError(f"step {step} is past the end, the run has {steps} steps")

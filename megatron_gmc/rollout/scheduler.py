@@ -54,7 +54,7 @@ in flight is sent again, to engines that hold v or newer, and is due at v + k at
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -201,7 +201,7 @@ class LagScheduler:
         return oldest == newest == required
 
     def choose(
-        self, start: int, finished: Mapping[int, int], unfinished: Iterable[int]
+        self, start: int, finished: Mapping[int, int], unfinished: Collection[int]
     ) -> list[list[int]] | None:
         """The submissions that each step of the batch at step `start` consumes; None: wait.
 
@@ -209,10 +209,10 @@ class LagScheduler:
         of all others that were sent; what is consumed is in neither.
         """
         after = start + self.steps_per_batch
+        if len(finished) < self.groups_per_batch or any(due < after for due in unfinished):
+            return None  # The common answer, without sorting.
         by_due = sorted(finished, key=lambda number: (finished[number], number))
         chosen, left = by_due[: self.groups_per_batch], by_due[self.groups_per_batch :]
-        if len(chosen) < self.groups_per_batch:
-            return None
         if not self.fits(after, (*(finished[number] for number in left), *unfinished)):
             return None
         # Where the batch leaves a choice, the order of submission.
