@@ -103,13 +103,13 @@ class SleepingEngine:
     async def sample(
         self, requests: Sequence[SampleRequest], params: SamplingParams
     ) -> list[list[Sample | Refusal]]:
-        return [
-            list(await asyncio.gather(*map(self._respond, self._lengths(request.group_id))))
-            for request in requests
-        ]
+        return list(await asyncio.gather(*(self._group(one.group_id) for one in requests)))
 
     async def close(self) -> None:
         pass
+
+    async def _group(self, number: int) -> list[Sample | Refusal]:
+        return list(await asyncio.gather(*map(self._respond, self._lengths(number))))
 
     async def _respond(self, tokens: int) -> Sample:
         async with self._places:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -177,13 +178,16 @@ def _table(config: SimulateConfig, rows: Sequence[tuple[Lag, Figures]]) -> Table
         title=(
             f"{config.mode} lag, order {config.order}: {config.engines} engines, "
             f"P = {config.prompts_per_step}, G = {config.group_size}, S = {config.steps_per_batch}"
-        )
+        ),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("lag", no_wrap=True)
     # "idle": nothing at all under way; "places": for responses, idle also in an engine half full.
     columns = "steps/h", "tokens/s", "learner idle", "engines idle", "places idle"
-    for column in (*columns, "lag seen", "length ratio"):
-        table.add_column(column, justify="right")
+    for column in (*columns, "mean lag", "max lag", "length ratio"):
+        table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
     for lag, figures in rows:
         table.add_row(
             f"{'= ' if config.mode == 'exact' else '≤ '}{lag.k}",
@@ -192,7 +196,8 @@ def _table(config: SimulateConfig, rows: Sequence[tuple[Lag, Figures]]) -> Table
             f"{figures.learner_idle:.1%}",
             f"{figures.engine_idle:.1%}",
             f"{figures.slot_idle:.1%}",
-            f"{figures.mean_lag:.2f} ({min(figures.lags)}–{max(figures.lags)})",
+            f"{figures.mean_lag:.2f}",
+            str(max(figures.lags)),
             f"{figures.consumed_length_ratio:.3f}",
         )
     return table

@@ -22,8 +22,7 @@ class Ledger(Generic[T]):
         finished: (oldest version of its tokens, content) of the finished ones by submission.
         ahead: submissions consumed before an earlier one, which is still to come.
 
-    `consumed` counts what is consumed, `batch_given` says whether the batch under way was given
-    out; it stays in `finished` until `advance`.
+    What `batch` gives out stays in `finished` until `advance`.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Ledger(Generic[T]):
 
     @property
     def batch_given(self) -> bool:
+        """Whether the batch under way was given out."""
         return self._batch is not None
 
     @property
