@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import numpy as np
+from pyarrow import ArrowException
+from pyarrow.compute import list_value_length
+from pyarrow.parquet import read_table
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -73,6 +76,24 @@ class MeasuredLengths(Section):
         return lambda random, count: list(random.choice(lengths, count))
 
 
+class RecordedLengths(Section):
+    """Responses of a run: a Parquet file with a list column `tokens`, or a folder of them."""
+
+    type: Literal["record"] = "record"
+    path: Path
+
+    def source(self) -> Draw:
+        """Raises ConfigError where no such file can be read, or it has no rows."""
+        try:
+            column = read_table(self.path, columns=["tokens"])["tokens"]
+            lengths = list_value_length(column).drop_null().to_numpy()
+        except (OSError, KeyError, ArrowException) as error:
+            raise ConfigError(f"lengths.path: {self.path} has no column tokens: {error}") from None
+        if len(lengths) == 0:
+            raise ConfigError(f"lengths.path: {self.path} has no rows")
+        return lambda random, count: list(random.choice(lengths, count))
+
+
 class SimulateConfig(Section):
     """A cluster and a workload: `megatron-gmc simulate`."""
 
@@ -91,7 +112,7 @@ class SimulateConfig(Section):
     load_s: NonNegativeFloat = 0.0
     """Seconds in which an engine takes weights and samples nothing."""
     lengths: Annotated[
-        ConstantLengths | LogNormalLengths | ParetoLengths | MeasuredLengths,
+        ConstantLengths | LogNormalLengths | ParetoLengths | MeasuredLengths | RecordedLengths,
         Field(discriminator="type"),
     ]
     """Tokens of a response."""

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -62,6 +64,7 @@ def test_yaml_and_overrides(tmp_path: Path) -> None:
         ({"mode": "exact", "order": "earliest_deadline"}, "order: earliest_deadline needs mode"),
         ({"lengths": {"type": "weibull"}}, "lengths.type: 'weibull' is unknown; known here: "),
         ({"lengths": {"type": "file", "path": "nowhere.txt"}}, "lengths.path: cannot read nowhe"),
+        ({"lengths": {"type": "record", "path": "nowhere.parquet"}}, "lengths.path: nowhere.p"),
         ({"engnies": 3}, "engnies: unknown key; did you mean engines?"),
     ],
 )
@@ -100,4 +103,10 @@ def test_lengths_follow_their_laws(tmp_path: Path) -> None:
     assert drawn({"type": "pareto", "smallest": 100, "alpha": 1.2}, longest=500).max() == 500
     path = tmp_path / "lengths.txt"
     path.write_text("3\n7\n")
+    table = pa.table({"tokens": [[5, 6], [1, 2, 3, 4], None]})
+    pq.write_table(table, tmp_path / "step_1.parquet")
+    for place in (tmp_path / "step_1.parquet", tmp_path / "record"):
+        assert set(drawn({"type": "record", "path": str(place)}).tolist()) == {2, 4}
+        (tmp_path / "record").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "record" / "step_1.parquet")
     assert set(drawn({"type": "file", "path": str(path)}).tolist()) == {3, 7}
