@@ -67,7 +67,7 @@ def client_of(engine: EmbeddedEngine, token: str | None = None) -> httpx.AsyncCl
     """A client of its own, to send what `HttpEngine` would not."""
     assert engine._http is not None
     headers = {"Authorization": f"Bearer {engine._token if token is None else token}"}
-    return httpx.AsyncClient(base_url=engine._http._address, headers=headers, timeout=60)
+    return httpx.AsyncClient(base_url=engine._http.session.address, headers=headers, timeout=60)
 
 
 def alive(pid: int) -> bool:

@@ -170,7 +170,7 @@ async def test_refused_weights_change_nothing(
 async def test_the_token_guards_everything_but_health(engine: EmbeddedEngine, token: str) -> None:
     headers = {b"Authorization": f"Bearer {token}".encode()} if token else {}
     assert engine._http is not None
-    async with httpx.AsyncClient(base_url=engine._http._address, headers=headers) as client:
+    async with httpx.AsyncClient(base_url=engine._http.session.address, headers=headers) as client:
         assert (await client.get("/health")).status_code == 200
         for method, path in [
             ("GET", "/model_info"),
@@ -282,7 +282,7 @@ async def test_the_token_is_in_no_process_list_and_no_log(engine: EmbeddedEngine
 
 async def test_the_engine_listens_on_loopback_alone(engine: EmbeddedEngine) -> None:
     assert engine._http is not None
-    port = int(engine._http._address.rsplit(":", 1)[1])
+    port = int(engine._http.session.address.rsplit(":", 1)[1])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
     listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]

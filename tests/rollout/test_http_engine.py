@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_gmc.rollout.engine import EngineError
-from megatron_gmc.rollout.http_engine import ConnectionLostError, HttpEngine
+from megatron_gmc.rollout.http_engine import HttpEngine
+from megatron_gmc.rollout.http_session import ConnectionLostError
 from megatron_gmc.rollout.types import Refusal, Sample, SampleRequest, SamplingParams
 from tests.rollout.scripted_server import VOCABULARY, Json, ScriptedServer, good
 
@@ -94,6 +95,14 @@ def _token(token: int) -> Callable[[Json], None]:
     return change
 
 
+def _token_last(token: int) -> Callable[[Json], None]:
+    def change(answer: Json) -> None:
+        answer["output_ids"][-1] = token
+        answer["meta_info"]["output_token_logprobs"][-1][1] = token
+
+    return change
+
+
 def _span(*spans: tuple[str, int, int]) -> Callable[[Json], None]:
     listed = [{"version": version, "start": start, "end": end} for version, start, end in spans]
     return _meta(weight_versions=listed)
@@ -138,6 +147,12 @@ REFUSED: dict[str, tuple[Callable[[Json], object], str, str]] = {
     "other number of tokens announced": (_meta(completion_tokens=4), "length_mismatch", "4"),
     "no token": (_empty, "empty", "no token"),
     "more tokens than asked for": (_too_long, "too_long", "5 tokens"),
+    "T5 stopped at another id": (_token_last(9), "finish_reason", "token 9, which is no stop"),
+    "ended by length early": (
+        _meta(finish_reason={"type": "length"}),
+        "finish_reason",
+        "after 3 of 4 tokens",
+    ),
     "versions missing": (_without("weight_versions"), "version_missing", "0 of 3"),
     "versions null": (_meta(weight_versions=None), "version_missing", "0 of 3"),
     "versions end early": (_span(("4", 0, 2)), "version_missing", "2 of 3"),
@@ -333,6 +348,32 @@ async def test_nobody_listening_is_an_error_with_the_address() -> None:
     with pytest.raises(ConnectionLostError, match=f"gone at {address} does not answer"):
         await engine.start()
     await engine.close()
+
+
+async def test_a_prompt_beyond_the_context_is_not_sent(server: ScriptedServer) -> None:
+    engine = HttpEngine(
+        "scripted",
+        server.address,
+        TOKEN,
+        vocabulary=VOCABULARY,
+        sample_timeout_s=30,
+        context=5,
+    )
+    await engine.start()
+    server.received.clear()
+    with pytest.raises(ValueError, match=r"group 3: the prompt has 2 tokens.*leaves room for 1"):
+        await engine.sample([REQUEST], PARAMS)
+    assert not server.received
+    await engine.close()
+
+
+async def test_a_server_that_tells_the_token_does_not_bring_it_into_an_error(
+    server: ScriptedServer, engine: HttpEngine
+) -> None:
+    server.reply("/generate", {"api_key": TOKEN}, 500)
+    with pytest.raises(EngineError, match=r"status 500.*<token>") as caught:
+        await engine.sample([REQUEST], PARAMS)
+    assert TOKEN not in str(caught.value)
 
 
 async def test_only_questions_are_asked_again() -> None:
