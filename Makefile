@@ -6,12 +6,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+SGLANG := .venv-sglang
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test lint types check clean
+.PHONY: demo setup test lint types check sglang-cpu clean
 
 demo: setup
 	$(BIN)/python examples/arithmetic_cpu/demo.py
@@ -41,5 +42,15 @@ types: setup
 check: setup
 	$(BIN)/python examples/arithmetic_cpu/check.py
 
+# SGLang servers for a CPU, in an environment of their own: about 2 GB.
+sglang-cpu: $(SGLANG)/installed
+
+$(SGLANG)/installed: requirements/torch.txt requirements/sglang.txt requirements/sglang-no-deps.txt
+	$(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --requirement requirements/torch.txt
+	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang.txt --constraint requirements/torch.txt
+	$(SGLANG)/bin/pip install --quiet --no-deps --requirement requirements/sglang-no-deps.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG) build *.egg-info

@@ -40,18 +40,24 @@ class EngineProcess:
         return self._process.returncode if self._process else None
 
     async def launch(
-        self, command: Sequence[str], environment: Mapping[str, str], first_line: str
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        first_line: str,
+        *,
+        reports: bool,
     ) -> None:
         """Start it and write `first_line`, a secret perhaps, to its standard input.
 
-        Standard input stays open: the process may take its closing for the end of its parent.
+        Standard input stays open: the process may take its closing for the end of its parent. Its
+        standard output is for `read_line` where it `reports`, and goes to the log otherwise.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE if reports else log,
                 stderr=log,
                 env=dict(environment),
                 start_new_session=True,

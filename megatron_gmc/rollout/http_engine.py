@@ -7,7 +7,8 @@ comes back as its `Refusal`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -108,11 +109,17 @@ class HttpEngine:
         return results
 
     async def update_weights(self, folder: Path, version: int) -> None:
+        async with self.publishing(version):
+            await self._update(folder, version)
+
+    @asynccontextmanager
+    async def publishing(self, version: int) -> AsyncIterator[None]:
+        """Accept samples of `version` from here on; at the end, check that the engine holds it."""
         known = version in self._published
         # before the call: a sample of the new version may arrive before its acknowledgement
         self._published.add(version)
         try:
-            await self._update(folder, version)
+            yield
             await self._check_version(version)
         except ConnectionLostError:
             raise  # whether it took the version is unknown

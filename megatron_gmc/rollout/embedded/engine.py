@@ -96,7 +96,7 @@ class EmbeddedEngine:
         """Start the process and return the port that it listens on."""
         command = [sys.executable, "-m", "megatron_gmc.rollout.embedded"]
         options = [str(self._folder.resolve()), "--version", str(self._version)]
-        await self._process.launch([*command, *options], _environment(), self._token)
+        await self._process.launch([*command, *options], _environment(), self._token, reports=True)
         return int(json.loads(await self._process.read_line())["port"])
 
     async def _connect(self, port: int) -> None:

@@ -1,0 +1,63 @@
+"""Named tensors gathered into one buffer of bounded size, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Some tensors, one after the other in `flat`, uint8 [bytes]; good until the next is made."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    flat: Tensor
+    last: bool
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Each by its name, as a view of `flat`."""
+        found, offset = [], 0
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            kind: torch.dtype = getattr(torch, dtype)
+            end = offset + torch.Size(shape).numel() * kind.itemsize
+            found.append((name, self.flat[offset:end].view(kind).view(shape)))
+            offset = end
+        return found
+
+
+def buckets(tensors: Iterator[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
+    """Fill buckets in the order of `tensors`, at most `limit_bytes` each.
+
+    A larger tensor is a bucket of its own, and so is what has another dtype: every tensor starts
+    at a multiple of its item size. One buffer, in shared memory, serves all buckets; beside it
+    one tensor is held. Raises ValueError where there is no tensor.
+    """
+    buffer = torch.empty(0, dtype=torch.uint8)
+    pending = next(tensors, None)
+    if pending is None:
+        raise ValueError("there is no weight to send")
+    while pending is not None:
+        dtype = pending[1].dtype
+        size = max(limit_bytes, pending[1].nbytes)
+        if buffer.nbytes < size:
+            buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
+        names: list[str] = []
+        shapes: list[list[int]] = []
+        used = 0
+        while (
+            pending is not None and pending[1].dtype == dtype and used + pending[1].nbytes <= size
+        ):
+            name, tensor = pending
+            bytes_of = tensor.contiguous().flatten().view(torch.uint8)
+            buffer[used : used + tensor.nbytes] = bytes_of
+            names.append(name)
+            shapes.append(list(tensor.shape))
+            used += tensor.nbytes
+            pending = next(tensors, None)
+        label = str(dtype).removeprefix("torch.")
+        yield Bucket(names, [label] * len(names), shapes, buffer[:used], pending is None)
