@@ -10,29 +10,18 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
     model_validator,
 )
 
+from megatron_gmc.engine_config import FleetConfig, SglangConfig, WeightsConfig
 from megatron_gmc.estimators import GMC, AdvantageKind, AggregationKind, AnyEstimator
 from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler, Order
+from megatron_gmc.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.tasks.config import JsonlSource, TaskConfig
-
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """A part of the tree: strict about keys, immutable once read."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class TrainConfig(Section):
@@ -155,7 +144,10 @@ class LagConfig(Section):
 class RolloutConfig(Section):
     """Sampling: which engine, how many samples, at which lag."""
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangConfig | None = None
+    """With engine sglang: the servers."""
+    fleet: FleetConfig = FleetConfig()
     group_size: PositiveInt
     """G: trajectories of one prompt."""
     max_response_tokens: PositiveInt
@@ -170,6 +162,19 @@ class RolloutConfig(Section):
     """How often a refused sample is sampled again before the run stops."""
     start_timeout_s: PositiveFloat = 120.0
     request_timeout_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _engine_has_its_section(self) -> Self:
+        if self.engine == "sglang" and self.sglang is None:
+            raise ValueError(
+                "sglang: engine sglang needs it, as in 'sglang: {servers: 2}', or "
+                "'sglang: {addresses: [http://host:port]}' for servers that run"
+            )
+        if self.engine != "sglang":
+            for field, unread in (("sglang", self.sglang), ("fleet", self.fleet)):
+                if unread not in (None, FleetConfig()):
+                    raise ValueError(f"{field}: engine {self.engine} does not read it; remove it")
+        return self
 
     @model_validator(mode="after")
     def _distribution(self) -> Self:
@@ -293,6 +298,7 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     task: TaskConfig
     rollout: RolloutConfig
+    weights: WeightsConfig = WeightsConfig()
     estimator: Annotated[
         AnyEstimator, Field(discriminator="name"), BeforeValidator(_gmc_unless_named)
     ] = GMC()

@@ -12,11 +12,11 @@ import numpy as np
 
 from megatron_gmc.config import Config
 from megatron_gmc.convert.hf_config import ModelShape
+from megatron_gmc.engines import build_engines
 from megatron_gmc.errors import NonFiniteError, blamed_on
 from megatron_gmc.estimators import mismatch_warning
 from megatron_gmc.learner.batch import Batch, Row
 from megatron_gmc.rollout.driver import RolloutDriver
-from megatron_gmc.rollout.embedded.engine import EmbeddedEngine
 from megatron_gmc.rollout.evaluation import EvaluationResult
 from megatron_gmc.rollout.staleness import lag_shares
 from megatron_gmc.rollout.state import RolloutState
@@ -46,8 +46,9 @@ class Lead:
         stream = PromptStream(task.prompts.train, config.train.seed)
         with blamed_on("--resume"):
             state = RolloutState.load(checkpoint / "rollout") if checkpoint else None
+            engines = build_engines(config, shape, folder)
             self._driver = RolloutDriver(
-                engines=[_embedded_engine(config, shape, folder)],
+                engines=engines.engines,
                 scheduler=config.scheduler(),
                 prompt_at=stream.prompt,
                 prompt_fingerprint=stream.fingerprint,
@@ -62,9 +63,9 @@ class Lead:
                 vocabulary=shape.vocab_size,
                 seed=config.train.seed,
                 state=state,
-                # The embedded engine works calls off one by one, so that more than one would let
-                # newer weights wait behind them.
-                calls_per_engine=1,
+                request_groups=engines.request_groups,
+                calls_per_engine=engines.calls_per_engine,
+                fleet=engines.fleet,
                 attempts=config.rollout.max_attempts,
             )
         self._warned = False
@@ -77,6 +78,8 @@ class Lead:
             steps=config.train.steps,
             start=state.next_step if state else 0,
         )
+        if engines.choice:
+            self.say(engines.choice)
 
     def start(self) -> None:
         """Start the engine; returns before it is ready."""
@@ -190,18 +193,6 @@ class Lead:
     def _decode(self, tokens: Sequence[int]) -> str:
         ended = tokens[-1] in self._task.stop_token_ids
         return response_text(self._task.tokenizer, tokens, "stop" if ended else "length")
-
-
-def _embedded_engine(config: Config, shape: ModelShape, folder: RunFolder) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        "embedded engine",
-        config.policy.path,
-        version=0,
-        vocabulary=shape.vocab_size,
-        log=folder.path / "engine.log",
-        start_timeout_s=config.rollout.start_timeout_s,
-        sample_timeout_s=config.rollout.request_timeout_s,
-    )
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:

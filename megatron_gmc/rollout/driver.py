@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.evaluation import EvaluationResult
+from megatron_gmc.rollout.fleet import FleetPolicy
 from megatron_gmc.rollout.loop import RolloutLoop, RolloutPlan
 from megatron_gmc.rollout.meter import LEARNER, Meter
 from megatron_gmc.rollout.sampling import Decode, Grade, GroupSampler
@@ -62,6 +63,8 @@ class RolloutDriver:
         attempts: how often a place of a group is sampled before the run ends with an error.
         stall_timeout_s: an engine or grader that answers none of its calls for so long is taken
             for dead.
+        fleet: brings engines that fail back while others do their work; None: the first failure
+            of an engine ends the run.
         close_timeout_s: how long `close` waits for the engines.
 
     Raises ValueError for a setting out of range or a state that these settings cannot go on from.
@@ -85,6 +88,7 @@ class RolloutDriver:
         calls_per_engine: int | None = None,
         attempts: int = 4,
         stall_timeout_s: float = 1800.0,
+        fleet: FleetPolicy | None = None,
         close_timeout_s: float = 20.0,
     ) -> None:
         per_step = scheduler.groups_per_step
@@ -112,6 +116,7 @@ class RolloutDriver:
             request_groups=request_groups,
             calls_per_engine=calls_per_engine,
             stall_timeout_s=stall_timeout_s,
+            fleet=fleet,
         )
         self._rollout = RolloutLoop(plan, engines, sampler, self._meter, state)
         self._loop = asyncio.new_event_loop()

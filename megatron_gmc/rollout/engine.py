@@ -13,6 +13,10 @@ class EngineError(RuntimeError):
     """The engine is gone, refused a call or answered something that is not its protocol."""
 
 
+class NoEngineCanError(EngineError):
+    """What failed would fail on every other engine as well."""
+
+
 class Engine(Protocol):
     """A server that samples from the policy and takes new weights.
 
@@ -26,7 +30,10 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Return once the engine can serve requests."""
+        """Return once the engine can serve requests.
+
+        Called again after a failure: what is left of the engine is ended first.
+        """
         ...
 
     async def version(self) -> int:

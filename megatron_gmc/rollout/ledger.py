@@ -90,6 +90,10 @@ class Ledger(Generic[T]):
         self.submitted = max(self.submitted, stop)
         return numbers
 
+    def send_again(self, number: int, held: int) -> None:
+        """Note that `number`, which was sent and came to nothing, goes to an engine at `held`."""
+        self._unfinished[number] = max(held, self._unfinished[number])
+
     def may_send(self, number: int, held: int) -> bool:
         """Whether `number` may go to an engine that holds `held`, for the first time or again."""
         if not self._scheduler.may_submit(number, held):

@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_gmc.rollout.channel import NO_VERSION, EngineChannel
-from megatron_gmc.rollout.engine import Engine, EngineError
+from megatron_gmc.rollout.engine import Engine, EngineError, NoEngineCanError
 from megatron_gmc.rollout.evaluation import EvaluationResult, PendingEvaluation
+from megatron_gmc.rollout.fleet import FleetDownError, FleetPolicy, check_any_left
 from megatron_gmc.rollout.meter import Meter
 from megatron_gmc.rollout.sampling import GroupSampler, Wanted
 from megatron_gmc.rollout.scheduler import LagScheduler
 from megatron_gmc.rollout.staleness import Completed, staleness
 from megatron_gmc.rollout.state import RolloutState, ledger_of
-from megatron_gmc.rollout.types import Group, Prompt, Refusal, Sample
+from megatron_gmc.rollout.types import Group, Prompt, Refusal, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class RolloutPlan:
     request_groups: int
     calls_per_engine: int | None
     stall_timeout_s: float
+    fleet: FleetPolicy | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class RolloutLoop:
         self._published: dict[int, _Published] = {}
         self._evaluations: list[PendingEvaluation] = []
         self._evaluated = 0
+        # Calls whose engine failed; another engine gets them.
+        self._returned: list[Sequence[int]] = []
 
     # -- what the training loop asks for ------------------------------------------------------
 
@@ -83,6 +89,8 @@ class RolloutLoop:
             self._spawn(self._start(channel), f"starting {channel.name}")
         self._spawn(self._conduct(), "conducting")
         self._spawn(self._watch(), "watching for stalled calls")
+        if self._plan.fleet is not None:
+            self._spawn(self._watch_fleet(self._plan.fleet), "watching the fleet")
 
     async def batch(self, step: int) -> list[Group]:
         """The groups of `step`, once its whole batch is complete.
@@ -154,7 +162,9 @@ class RolloutLoop:
         """The state before step `version`, once all that needs older versions is complete."""
         self._move_to(version)
         needed = self._scheduler.complete_before(version)
-        await self._until(lambda: self._ledger.complete >= needed)
+        # Without engines what is complete can still be saved.
+        if self._ledger.complete < needed or not isinstance(self.failure, FleetDownError):
+            await self._until(lambda: self._ledger.complete >= needed)
         return RolloutState(
             next_step=version,
             submitted=self._ledger.submitted,
@@ -167,7 +177,7 @@ class RolloutLoop:
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did."""
         if self.failure is not None:
-            raise EngineError(str(self.failure)) from self.failure
+            raise type(self.failure)(str(self.failure)) from self.failure
 
     def fail(self, failure: EngineError) -> None:
         """End the run: stop all tasks and fail everything that somebody waits for."""
@@ -217,7 +227,8 @@ class RolloutLoop:
 
         It rises, but for an evaluation of an older version that is held or kept.
         """
-        version = self._scheduler.next_version(self._ledger.first_unsent(), self._newest)
+        first = min([self._ledger.first_unsent(), *(numbers[0] for numbers in self._returned)])
+        version = self._scheduler.next_version(first, self._newest)
         # No engine passes the version of an evaluation that is not complete.
         return min([version, *(evaluation.version for evaluation in self._evaluations)])
 
@@ -233,9 +244,14 @@ class RolloutLoop:
     def _release_folders(self) -> None:
         """Give back every folder that no engine is loading and none will be told to load."""
         target = self._target_version()
+        if self._plan.fleet is not None:
+            # What is under way may come back, and an engine may come back to sample it.
+            target = min(target, self._scheduler.next_version(self._ledger.complete, self._newest))
         behind = [channel for channel in self._channels if channel.version < channel.asked]
         loading = {channel.asked for channel in behind}
         oldest = min(channel.version for channel in self._channels)
+        if self._plan.fleet is not None:
+            oldest = NO_VERSION
         for version in [version for version in self._published if version not in loading]:
             if version < target or version <= oldest:
                 self._published.pop(version).released.set_result(None)
@@ -251,6 +267,8 @@ class RolloutLoop:
             self._spawn(self._evaluate(channel, evaluation, indices), name)
 
     def _send_groups(self) -> None:
+        for numbers in sorted(self._returned, key=min):
+            self._send_again(numbers)
         while True:
             first = self._ledger.first_unsent()
             channel = self._free_channel(partial(self._ledger.may_send, first))
@@ -262,23 +280,44 @@ class RolloutLoop:
             name = f"sampling submissions {first} to {numbers[-1]} on {channel.name}"
             self._spawn(self._sample(channel, numbers), name)
 
+    def _send_again(self, numbers: Sequence[int]) -> None:
+        channel = self._free_channel(
+            lambda held: all(self._ledger.may_send(number, held) for number in numbers)
+        )
+        if channel is None:
+            return
+        for number in numbers:
+            self._ledger.send_again(number, channel.version)
+        self._returned.remove(numbers)
+        channel.reserve()
+        name = f"sampling submissions {numbers[0]} to {numbers[-1]} again on {channel.name}"
+        self._spawn(self._sample(channel, numbers), name)
+
     def _free_channel(self, suits: Callable[[int], bool]) -> EngineChannel | None:
         free = [one for one in self._channels if one.free and suits(one.version)]
-        return min(free, key=lambda one: one.calls, default=None)
+        return min(free, key=lambda one: (one.tokens, one.calls), default=None)
 
     # -- tasks --------------------------------------------------------------------------------
 
     async def _start(self, channel: EngineChannel) -> None:
-        await channel.start()
+        with self._survived(channel):
+            await channel.start()
         self._wake.set()
 
     async def _load(self, channel: EngineChannel, folder: Path, version: int) -> None:
-        await channel.load(folder, version)
+        with self._survived(channel):
+            await channel.load(folder, version)
         self._wake.set()
 
     async def _sample(self, channel: EngineChannel, numbers: Sequence[int]) -> None:
         wanted = [self._wanted(number) for number in numbers]
-        filled = await self._sampler.complete(channel, wanted)
+        filled: list[tuple[Trajectory, ...]] = []
+        with self._survived(channel):
+            filled = await self._sampler.complete(channel, wanted)
+        if not filled:
+            self._meter.add("resubmitted", len(numbers))
+            self._returned.append(numbers)
+            wanted = []
         for one, trajectories in zip(wanted, filled, strict=True):
             completed = Completed(Group(one.number, one.prompt, trajectories), self._ledger.version)
             self._ledger.finish(one.number, completed.group.oldest_version, completed)
@@ -290,11 +329,56 @@ class RolloutLoop:
         # Negative, so that an engine never sees a training group's number twice at once.
         self._evaluated += len(indices)
         wanted = evaluation.wanted(indices, self._plan.seed, -self._evaluated)
-        filled = await self._sampler.complete(channel, wanted)
-        evaluation.filled.update(zip(indices, filled, strict=True))
+        filled: list[tuple[Trajectory, ...]] = []
+        with self._survived(channel):
+            filled = await self._sampler.complete(channel, wanted)
+        if filled:
+            evaluation.filled.update(zip(indices, filled, strict=True))
+        else:
+            evaluation.calls.append(indices)
         if evaluation.finish():
             self._evaluations.remove(evaluation)
         self._wake.set()
+
+    @contextmanager
+    def _survived(self, channel: EngineChannel) -> Iterator[None]:
+        """An engine's error inside takes it out of service; it ends a run that has no fleet."""
+        life = channel.life
+        try:
+            yield
+        except EngineError as error:
+            if self._plan.fleet is None or isinstance(error, NoEngineCanError):
+                raise
+            if channel.life == life:
+                channel.leave(error)
+                self._meter.add("engine_faults")
+                log.warning("%s is out of service: %s", channel.name, error)
+                bringing = self._bring_back(channel, self._plan.fleet)
+                self._spawn(bringing, f"bringing {channel.name} back")
+
+    async def _bring_back(self, channel: EngineChannel, fleet: FleetPolicy) -> None:
+        while not fleet.gives_up(channel.failures):
+            await asyncio.sleep(fleet.pause(channel.failures))
+            try:
+                await channel.start()
+            except EngineError as error:
+                channel.leave(error)
+            else:
+                log.warning("%s is back; it gets the current weights first", channel.name)
+                self._wake.set()
+                return
+        channel.excluded = True
+        self._meter.add("engines_excluded")
+        log.error("%s is left out from now on: %s", channel.name, channel.fault)
+
+    async def _watch_fleet(self, fleet: FleetPolicy) -> None:
+        up_at = time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, fleet.all_down_timeout_s / 4))
+            now = time.monotonic()
+            if any(channel.started or channel.failures == 0 for channel in self._channels):
+                up_at = now
+            check_any_left(fleet, self._channels, now - up_at)
 
     async def _watch(self) -> None:
         limit = self._plan.stall_timeout_s

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from megatron_gmc.rollout.channel import EngineChannel
-from megatron_gmc.rollout.engine import EngineError
+from megatron_gmc.rollout.engine import EngineError, NoEngineCanError
 from megatron_gmc.rollout.meter import Meter
 from megatron_gmc.rollout.types import (
     FinishReason,
@@ -229,7 +229,9 @@ class GroupSampler:
             return done
         refusal = filling.last_refusal
         assert refusal is not None
-        raise EngineError(
+        # a reward is the grader's, whichever engine sampled the response
+        kind = NoEngineCanError if refusal.reason == "reward_not_finite" else EngineError
+        raise kind(
             f"{filling.wanted.label}, prompt {filling.wanted.prompt.id!r}: "
             f"{len(filling.missing)} of {len(filling.places)} samples still refused after "
             f"{self._attempts} attempts, last for {refusal.reason} ({refusal.detail}); "
