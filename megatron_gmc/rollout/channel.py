@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,8 @@ from pathlib import Path
 from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.meter import Meter
 from megatron_gmc.rollout.types import Refusal, Sample, SampleRequest, SamplingParams
+
+log = logging.getLogger(__name__)
 
 NO_VERSION = -1
 """Held by an engine that has loaded no weights of this run yet."""
@@ -125,3 +129,15 @@ class EngineChannel:
             if self.name in str(error):
                 raise
             raise EngineError(f"{self.name}: {error}") from error
+
+
+async def close_all(channels: Sequence[EngineChannel], timeout_s: float) -> None:
+    """Close the engines side by side; what takes longer than `timeout_s` is given up."""
+    closing = {asyncio.ensure_future(channel.close()): channel for channel in channels}
+    done, _ = await asyncio.wait(closing, timeout=timeout_s)
+    for task, channel in closing.items():
+        if task not in done:
+            log.warning("%s did not close within %g s", channel.name, timeout_s)
+            task.cancel()
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("%s did not close cleanly: %s", channel.name, error)

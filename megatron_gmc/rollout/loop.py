@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_gmc.rollout.channel import NO_VERSION, EngineChannel
-from megatron_gmc.rollout.engine import Engine, EngineError, NoEngineCanError
+from megatron_gmc.rollout.channel import NO_VERSION, EngineChannel, close_all
+from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.evaluation import EvaluationResult, PendingEvaluation
-from megatron_gmc.rollout.fleet import FleetDownError, FleetPolicy, check_any_left
+from megatron_gmc.rollout.fleet import Fleet, FleetDownError, FleetPolicy
 from megatron_gmc.rollout.meter import Meter
 from megatron_gmc.rollout.sampling import GroupSampler, Wanted
 from megatron_gmc.rollout.scheduler import LagScheduler
@@ -73,6 +71,7 @@ class RolloutLoop:
             EngineChannel(engine, meter, plan.calls_per_engine, self._wake.set)
             for engine in engines
         ]
+        self._fleet = Fleet(plan.fleet, self._channels, meter, self._wake.set)
         self.failure: EngineError | None = None
         self._ledger = ledger_of(state, plan.scheduler)
         self._newest = NO_VERSION
@@ -86,11 +85,10 @@ class RolloutLoop:
 
     def start(self) -> None:
         for channel in self._channels:
-            self._spawn(self._start(channel), f"starting {channel.name}")
+            self._spawn(self._start(channel, channel.life), f"starting {channel.name}")
         self._spawn(self._conduct(), "conducting")
         self._spawn(self._watch(), "watching for stalled calls")
-        if self._plan.fleet is not None:
-            self._spawn(self._watch_fleet(self._plan.fleet), "watching the fleet")
+        self._spawn(self._fleet.watch(), "watching the fleet")
 
     async def batch(self, step: int) -> list[Group]:
         """The groups of `step`, once its whole batch is complete.
@@ -198,14 +196,7 @@ class RolloutLoop:
         """Wait for the cancelled tasks, then close the engines; give up after the timeouts."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
-        closing = {asyncio.ensure_future(channel.close()): channel for channel in self._channels}
-        done, _ = await asyncio.wait(closing, timeout=timeout_s)
-        for task, channel in closing.items():
-            if task not in done:
-                log.warning("%s did not close within %g s", channel.name, timeout_s)
-                task.cancel()
-            elif not task.cancelled() and (error := task.exception()) is not None:
-                log.warning("%s did not close cleanly: %s", channel.name, error)
+        await close_all(self._channels, timeout_s)
 
     # -- decisions ----------------------------------------------------------------------------
 
@@ -238,19 +229,17 @@ class RolloutLoop:
         due = channel.started and channel.asked == channel.version < version
         if due and self._scheduler.may_switch(version, self._ledger.complete):
             channel.ask(version)
-            loading = self._load(channel, self._published[version].folder, version)
+            loading = self._load(channel, channel.life, self._published[version].folder, version)
             self._spawn(loading, f"loading version {version} into {channel.name}")
 
     def _release_folders(self) -> None:
         """Give back every folder that no engine is loading and none will be told to load."""
         target = self._target_version()
-        if self._plan.fleet is not None:
+        loading = {one.asked for one in self._channels if one.version < one.asked}
+        oldest = min(channel.version for channel in self._channels)
+        if self._fleet.policy is not None:
             # What is under way may come back, and an engine may come back to sample it.
             target = min(target, self._scheduler.next_version(self._ledger.complete, self._newest))
-        behind = [channel for channel in self._channels if channel.version < channel.asked]
-        loading = {channel.asked for channel in behind}
-        oldest = min(channel.version for channel in self._channels)
-        if self._plan.fleet is not None:
             oldest = NO_VERSION
         for version in [version for version in self._published if version not in loading]:
             if version < target or version <= oldest:
@@ -264,7 +253,7 @@ class RolloutLoop:
             indices = evaluation.calls.pop(0)
             channel.reserve()
             name = f"evaluating version {evaluation.version} on {channel.name}"
-            self._spawn(self._evaluate(channel, evaluation, indices), name)
+            self._spawn(self._evaluate(channel, channel.life, evaluation, indices), name)
 
     def _send_groups(self) -> None:
         for numbers in sorted(self._returned, key=min):
@@ -278,7 +267,7 @@ class RolloutLoop:
             numbers = self._ledger.send((first // size + 1) * size, channel.version)
             channel.reserve()
             name = f"sampling submissions {first} to {numbers[-1]} on {channel.name}"
-            self._spawn(self._sample(channel, numbers), name)
+            self._spawn(self._sample(channel, channel.life, numbers), name)
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         channel = self._free_channel(
@@ -290,8 +279,8 @@ class RolloutLoop:
             self._ledger.send_again(number, channel.version)
         self._returned.remove(numbers)
         channel.reserve()
-        name = f"sampling submissions {numbers[0]} to {numbers[-1]} again on {channel.name}"
-        self._spawn(self._sample(channel, numbers), name)
+        sampling = self._sample(channel, channel.life, numbers)
+        self._spawn(sampling, f"sampling submissions {numbers} again on {channel.name}")
 
     def _free_channel(self, suits: Callable[[int], bool]) -> EngineChannel | None:
         free = [one for one in self._channels if one.free and suits(one.version)]
@@ -299,20 +288,18 @@ class RolloutLoop:
 
     # -- tasks --------------------------------------------------------------------------------
 
-    async def _start(self, channel: EngineChannel) -> None:
-        with self._survived(channel):
+    async def _start(self, channel: EngineChannel, life: int) -> None:
+        with self._fleet.survived(channel, life, self._spawn):
             await channel.start()
-        self._wake.set()
 
-    async def _load(self, channel: EngineChannel, folder: Path, version: int) -> None:
-        with self._survived(channel):
+    async def _load(self, channel: EngineChannel, life: int, folder: Path, version: int) -> None:
+        with self._fleet.survived(channel, life, self._spawn):
             await channel.load(folder, version)
-        self._wake.set()
 
-    async def _sample(self, channel: EngineChannel, numbers: Sequence[int]) -> None:
+    async def _sample(self, channel: EngineChannel, life: int, numbers: Sequence[int]) -> None:
         wanted = [self._wanted(number) for number in numbers]
         filled: list[tuple[Trajectory, ...]] = []
-        with self._survived(channel):
+        with self._fleet.survived(channel, life, self._spawn):
             filled = await self._sampler.complete(channel, wanted)
         if not filled:
             self._meter.add("resubmitted", len(numbers))
@@ -324,13 +311,13 @@ class RolloutLoop:
         self._wake.set()
 
     async def _evaluate(
-        self, channel: EngineChannel, evaluation: PendingEvaluation, indices: range
+        self, channel: EngineChannel, life: int, evaluation: PendingEvaluation, indices: range
     ) -> None:
         # Negative, so that an engine never sees a training group's number twice at once.
         self._evaluated += len(indices)
         wanted = evaluation.wanted(indices, self._plan.seed, -self._evaluated)
         filled: list[tuple[Trajectory, ...]] = []
-        with self._survived(channel):
+        with self._fleet.survived(channel, life, self._spawn):
             filled = await self._sampler.complete(channel, wanted)
         if filled:
             evaluation.filled.update(zip(indices, filled, strict=True))
@@ -339,46 +326,6 @@ class RolloutLoop:
         if evaluation.finish():
             self._evaluations.remove(evaluation)
         self._wake.set()
-
-    @contextmanager
-    def _survived(self, channel: EngineChannel) -> Iterator[None]:
-        """An engine's error inside takes it out of service; it ends a run that has no fleet."""
-        life = channel.life
-        try:
-            yield
-        except EngineError as error:
-            if self._plan.fleet is None or isinstance(error, NoEngineCanError):
-                raise
-            if channel.life == life:
-                channel.leave(error)
-                self._meter.add("engine_faults")
-                log.warning("%s is out of service: %s", channel.name, error)
-                bringing = self._bring_back(channel, self._plan.fleet)
-                self._spawn(bringing, f"bringing {channel.name} back")
-
-    async def _bring_back(self, channel: EngineChannel, fleet: FleetPolicy) -> None:
-        while not fleet.gives_up(channel.failures):
-            await asyncio.sleep(fleet.pause(channel.failures))
-            try:
-                await channel.start()
-            except EngineError as error:
-                channel.leave(error)
-            else:
-                log.warning("%s is back; it gets the current weights first", channel.name)
-                self._wake.set()
-                return
-        channel.excluded = True
-        self._meter.add("engines_excluded")
-        log.error("%s is left out from now on: %s", channel.name, channel.fault)
-
-    async def _watch_fleet(self, fleet: FleetPolicy) -> None:
-        up_at = time.monotonic()
-        while True:
-            await asyncio.sleep(min(1.0, fleet.all_down_timeout_s / 4))
-            now = time.monotonic()
-            if any(channel.started or channel.failures == 0 for channel in self._channels):
-                up_at = now
-            check_any_left(fleet, self._channels, now - up_at)
 
     async def _watch(self) -> None:
         limit = self._plan.stall_timeout_s
