@@ -316,7 +316,26 @@ class Config(Section):
             )
         self.optim.check_fits(self.train.steps)
         self._check_batches()
+        self._check_engines()
         return self
+
+    def _check_engines(self) -> None:
+        """Raise ValueError where engine, weights and lag do not go together."""
+        sglang = self.rollout.sglang
+        if sglang is None and self.weights != WeightsConfig():
+            raise ValueError("weights: engine embedded reads folders and nothing of it; remove it")
+        if sglang is None or sglang.placement != "colocated":
+            return
+        if self.rollout.lag != LagConfig(exact=0):
+            raise ValueError(
+                "rollout.lag: with rollout.sglang.placement colocated, learner and engine take "
+                "turns, so that a step learns from its own version; use {exact: 0}"
+            )
+        if self.weights.in_flight not in (None, "wait"):
+            raise ValueError(
+                f"weights.in_flight: {self.weights.in_flight} with rollout.sglang.placement "
+                "colocated, where nothing is under way when weights change; use wait"
+            )
 
     def _check_batches(self) -> None:
         """Raise ValueError where a run of these steps, batches and lag cannot be."""

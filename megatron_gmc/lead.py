@@ -91,6 +91,13 @@ class Lead:
         groups = self._groups[step] = self._driver.next_batch(step)
         return Batch.from_rows(rows_of(groups))
 
+    def take_device(self) -> None:
+        """Before learning: a colocated engine gives the device's memory back, once it is idle."""
+        sglang = self._config.rollout.sglang
+        if sglang is not None and sglang.placement == "colocated":
+            self._write_evaluations(wait=True)
+            self._driver.release_memory()
+
     def publish(self, version: int, folder: Path) -> None:
         """Hand the weights under `folder` to the engine, which takes them when the lag allows.
 

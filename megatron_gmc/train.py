@@ -75,6 +75,8 @@ def _loop(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder
                 broadcast_batch(lead.next_batch(step) if lead else None, learner.mesh)
                 for step in steps
             ]
+        if lead is not None:
+            lead.take_device()
         for step, batch in zip(steps, batches, strict=True):
             with phases.during("learn"):
                 try:

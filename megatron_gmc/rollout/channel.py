@@ -117,6 +117,12 @@ class EngineChannel:
         self.failures = 0
         return answers
 
+    async def release_memory(self) -> None:
+        """Give memory to the learner; the engine samples again after the next load."""
+        assert self.calls == 0, f"{self.name} still samples"
+        with self._named():
+            await self._engine.release_memory()
+
     async def close(self) -> None:
         with self._named():
             await self._engine.close()

@@ -175,6 +175,13 @@ class RolloutDriver:
         """
         return self._ask(lambda: self._rollout.state(version))
 
+    def release_memory(self) -> None:
+        """Have the engines give their device's memory back until the next version is published.
+
+        Only where nothing is sampled meanwhile: at exact lag 0, after the batch and evaluations.
+        """
+        self._ask(self._rollout.release_memory)
+
     def metrics(self) -> dict[str, float]:
         """Figures since the last call; their names are listed at `Meter.read`."""
         return self._meter.read()

@@ -56,6 +56,13 @@ class Engine(Protocol):
         """
         ...
 
+    async def release_memory(self) -> None:
+        """Give the device's memory to the learner until the next `update_weights`.
+
+        Called while no sampling call is open.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop the engine and everything it started."""
         ...

@@ -172,6 +172,11 @@ class RolloutLoop:
             consumed_ahead=tuple(sorted(self._ledger.ahead)),
         )
 
+    async def release_memory(self) -> None:
+        for channel in (one for one in self._channels if one.started):
+            with self._fleet.survived(channel, channel.life, self._spawn):
+                await channel.release_memory()
+
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did."""
         if self.failure is not None:
@@ -270,9 +275,8 @@ class RolloutLoop:
             self._spawn(self._sample(channel, channel.life, numbers), name)
 
     def _send_again(self, numbers: Sequence[int]) -> None:
-        channel = self._free_channel(
-            lambda held: all(self._ledger.may_send(number, held) for number in numbers)
-        )
+        may_send = self._ledger.may_send
+        channel = self._free_channel(lambda held: all(may_send(one, held) for one in numbers))
         if channel is None:
             return
         for number in numbers:

@@ -86,6 +86,9 @@ class EmbeddedEngine:
         async with self._process.death_explained():
             await self._started().update_weights(folder, version)
 
+    async def release_memory(self) -> None:
+        """It has no device of its own to give."""
+
     async def close(self) -> None:
         """End the process, by force if it does not end on SIGTERM; may be called again."""
         if self._http is not None:
