@@ -125,6 +125,28 @@ def test_an_engine_is_readmitted_with_current_weights_alone(lag: Lag) -> None:
     assert mortal.loads.count(0) <= mortal.starts
 
 
+@pytest.mark.parametrize("lag", LAGS, ids=str)
+def test_an_engine_that_only_answers_garbage_is_worked_around(lag: Lag) -> None:
+    """T6 for a whole engine: refused by reason and counted, and its groups sampled elsewhere."""
+
+    def without_log_probs(request: SampleRequest, member: int, sample: Sample) -> Refusal:
+        return Refusal("log_prob_missing", "the answer carries no log-probs")
+
+    garbage = Mortal("garbage")
+    garbage.tamper = without_log_probs
+    healthy = Mortal("healthy")
+    policy = FleetPolicy(attempts=2, pause_s=0.001, all_down_timeout_s=30.0)
+    driver = fleet_driver([garbage, healthy], lag, policy)
+    with running(driver):
+        ledger = learn(driver, range(10))
+        figures = driver.metrics()
+    check_lag(ledger, lag)
+    assert [group.id for group in flatten(ledger)] == list(range(40))
+    # four attempts at both members of every group that it was given
+    assert figures["refused/log_prob_missing"] == 8 * figures["resubmitted"] > 0
+    assert figures["engines_excluded"] == 1
+
+
 def test_evaluations_survive_their_engine() -> None:
     mortal = Mortal("mortal", call=3)
     driver = fleet_driver([mortal, Mortal("healthy")], ExactLag(1))
