@@ -2,8 +2,9 @@
 
 `python benchmarks/rollout_driver.py` prints a table; `--json FILE` writes it, `--check` exits with
 1 where the bound was missed. 64 samples are under way at a time, in eight calls of eight: the bare
-client posts them and counts tokens, the driver checks, grades and books them as well. Both run in
-turns, and the ratio is the median over the turns.
+client posts them and counts tokens, the driver checks, grades and books them as well. They run in
+turns, and the ratio is the median over the turns. The bare client with one sample a call, 64 calls
+at a time, is shown for comparison.
 """
 
 from __future__ import annotations
@@ -71,16 +72,17 @@ def driver_rate(address: str, server: SglangServer, folder: Path, steps: int) ->
         driver.close()
 
 
-async def bare_rate(address: str, server: SglangServer, groups: int) -> float:
-    """Tokens per second of `groups` calls, CALLS of them at a time.
+async def bare_rate(address: str, server: SglangServer, steps: int, group: int) -> float:
+    """Tokens per second of `steps` batches, in calls of `group` samples, 64 samples at a time.
 
-    As for the driver, the first CALLS groups are not counted and the clock starts at their end.
+    As for the driver, the first batch is not counted and the clock starts at its end.
     """
+    calls = CALLS * GROUP // group
     headers = {"Authorization": f"Bearer {server.keys.api}"}
-    numbers = iter(range(groups))
+    numbers = iter(range(steps * calls))
     total = 0
     start = 0.0
-    first = set(range(CALLS))
+    first = set(range(calls))
     async with httpx.AsyncClient(base_url=address, headers=headers, timeout=600) as client:
 
         async def work() -> None:
@@ -91,7 +93,7 @@ async def bare_rate(address: str, server: SglangServer, groups: int) -> float:
                     "top_p": 1.0,
                     "max_new_tokens": RESPONSE,
                     "stop_token_ids": list(STOP),
-                    "n": GROUP,
+                    "n": group,
                 }
                 body = {
                     "input_ids": [list(prompt_at(number).tokens)],
@@ -99,31 +101,34 @@ async def bare_rate(address: str, server: SglangServer, groups: int) -> float:
                     "return_logprob": True,
                 }
                 answers = (await client.post("/generate", json=body)).json()
-                if number >= CALLS:
+                if number >= calls:
                     total += sum(len(answer["output_ids"]) for answer in answers)
                 first.discard(number)
                 if not first and not start:
                     start = time.perf_counter()
 
-        await asyncio.gather(*(work() for _ in range(CALLS)))
+        await asyncio.gather(*(work() for _ in range(calls)))
         return total / (time.perf_counter() - start)
 
 
-def measure(python: Path, steps: int, repeats: int) -> list[tuple[float, float]]:
-    """(driver's, bare client's) tokens per second, one pair a turn."""
+def measure(python: Path, steps: int, repeats: int) -> list[tuple[float, float, float]]:
+    """Tokens per second of the driver, the bare client, and it with one sample a call; by turn."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_model(Path(scratch) / "model", hidden=64, layers=2)
         server = new_server(python, folder, Path(scratch) / "server.log")
         loop = asyncio.new_event_loop()
         address = loop.run_until_complete(server.start())
         try:
-            pairs = []
+            turns = []
             for turn in range(repeats + 1):
-                bare = loop.run_until_complete(bare_rate(address, server, steps * CALLS))
-                pair = (driver_rate(address, server, folder, steps), bare)
+                bare, single = (
+                    loop.run_until_complete(bare_rate(address, server, steps, group))
+                    for group in (GROUP, 1)
+                )
+                rates = (driver_rate(address, server, folder, steps), bare, single)
                 if turn > 0:  # the first warms up
-                    pairs.append(pair)
-            return pairs
+                    turns.append(rates)
+            return turns
         finally:
             loop.run_until_complete(server.close())
 
@@ -136,11 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
-    pairs = measure(options.python, options.steps, options.repeats)
-    ratio = statistics.median(driver / bare for driver, bare in pairs)
+    turns = measure(options.python, options.steps, options.repeats)
+    ratio = statistics.median(driver / bare for driver, bare, _ in turns)
     row = {
-        "driver_tokens_per_s": statistics.median(driver for driver, _ in pairs),
-        "bare_tokens_per_s": statistics.median(bare for _, bare in pairs),
+        "driver_tokens_per_s": statistics.median(driver for driver, _, _ in turns),
+        "bare_tokens_per_s": statistics.median(bare for _, bare, _ in turns),
+        "bare_one_sample_a_call": statistics.median(single for _, _, single in turns),
         "ratio": ratio,
         "bound": BOUND,
     }

@@ -163,6 +163,11 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveFloat = 120.0
     request_timeout_s: PositiveFloat = 600.0
 
+    @property
+    def colocated(self) -> bool:
+        """Whether learner and engine take turns with one device."""
+        return self.sglang is not None and self.sglang.placement == "colocated"
+
     @model_validator(mode="after")
     def _engine_has_its_section(self) -> Self:
         if self.engine == "sglang" and self.sglang is None:
@@ -324,7 +329,7 @@ class Config(Section):
         sglang = self.rollout.sglang
         if sglang is None and self.weights != WeightsConfig():
             raise ValueError("weights: engine embedded reads folders and nothing of it; remove it")
-        if sglang is None or sglang.placement != "colocated":
+        if not self.rollout.colocated:
             return
         if self.rollout.lag != LagConfig(exact=0):
             raise ValueError(

@@ -92,11 +92,9 @@ class Lead:
         return Batch.from_rows(rows_of(groups))
 
     def take_device(self) -> None:
-        """Before learning: a colocated engine gives the device's memory back, once it is idle."""
-        sglang = self._config.rollout.sglang
-        if sglang is not None and sglang.placement == "colocated":
-            self._write_evaluations(wait=True)
-            self._driver.release_memory()
+        """Have a colocated engine give the device's memory to the learner, once it is idle."""
+        self._write_evaluations(wait=True)
+        self._driver.release_memory()
 
     def publish(self, version: int, folder: Path) -> None:
         """Hand the weights under `folder` to the engine, which takes them when the lag allows.

@@ -17,6 +17,7 @@ from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.errors import NonFiniteError, blamed_on
 from megatron_gmc.lead import Lead
+from megatron_gmc.learner import device_memory
 from megatron_gmc.learner.batch import broadcast_batch
 from megatron_gmc.learner.checkpoint import committed_folder, load_learner, save_learner
 from megatron_gmc.learner.learner import Learner
@@ -75,8 +76,10 @@ def _loop(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder
                 broadcast_batch(lead.next_batch(step) if lead else None, learner.mesh)
                 for step in steps
             ]
-        if lead is not None:
-            lead.take_device()
+        if config.rollout.colocated:
+            if lead is not None:
+                lead.take_device()
+            device_memory.take_back(learner)
         for step, batch in zip(steps, batches, strict=True):
             with phases.during("learn"):
                 try:
@@ -125,6 +128,9 @@ def _open_learner(config: Config, shape: ModelShape, checkpoint: Path | None) ->
 def _publish(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder) -> None:
     target = folder.weights / f"version_{learner.version:06d}"
     write_weights(learner.weights(), learner.mesh, config.policy.path, target)
+    if config.rollout.colocated:
+        # before the engine takes its memory back, which it does with these weights
+        device_memory.lend(learner)
     if lead is not None:
         lead.publish(learner.version, target)
 

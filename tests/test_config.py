@@ -79,7 +79,7 @@ def test_a_number_out_of_range(config_file: Path, field: str, value: str, right:
         ("policy.path", "null", "a valid string, got None"),
         ("rollout", "5", "an object, got 5"),
         ("rollout.lag", "16", "an object, got 16"),
-        ("rollout.engine", "sglang", "'embedded', got 'sglang'"),
+        ("rollout.engine", "vllm", "'embedded' or 'sglang', got 'vllm'"),
         ("optim.schedule", "cosin", "'constant', 'linear', 'cosine' or 'wsd', got 'cosin'"),
         ("objective.aggregation", "sum", "'token_sum', 'trajectory_mean' or 'token_mean', got 's"),
         ("learner.passes", "three", "'auto', 'single_pass' or 'two_pass', got 'three'"),

@@ -114,7 +114,6 @@ class EngineChannel:
                 f"{self.name}: answered {got} samples for requests of {asked}; "
                 "check that the engine speaks this version's protocol"
             )
-        self.failures = 0
         return answers
 
     async def release_memory(self) -> None:

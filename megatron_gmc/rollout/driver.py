@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.evaluation import EvaluationResult
 from megatron_gmc.rollout.fleet import FleetPolicy
-from megatron_gmc.rollout.loop import RolloutLoop, RolloutPlan
+from megatron_gmc.rollout.loop import RolloutLoop
 from megatron_gmc.rollout.meter import LEARNER, Meter
+from megatron_gmc.rollout.plan import RolloutPlan
 from megatron_gmc.rollout.sampling import Decode, Grade, GroupSampler
 from megatron_gmc.rollout.scheduler import LagScheduler
 from megatron_gmc.rollout.state import RolloutState, check_state

@@ -81,6 +81,12 @@ class Fleet:
                 spawn(self._bring_back(channel, self.policy), f"bringing {channel.name} back")
         self._changed()
 
+    async def release_memory(self, spawn: Spawn) -> None:
+        """Have every engine in service give its memory to the learner."""
+        for channel in (one for one in self._channels if one.started):
+            with self.survived(channel, channel.life, spawn):
+                await channel.release_memory()
+
     async def watch(self) -> None:
         """Raise FleetDownError where nobody is in service for too long, or nobody can come back."""
         policy = self.policy

@@ -19,30 +19,15 @@ from typing import Any
 from megatron_gmc.rollout.channel import NO_VERSION, EngineChannel, close_all
 from megatron_gmc.rollout.engine import Engine, EngineError
 from megatron_gmc.rollout.evaluation import EvaluationResult, PendingEvaluation
-from megatron_gmc.rollout.fleet import Fleet, FleetDownError, FleetPolicy
+from megatron_gmc.rollout.fleet import Fleet, FleetDownError
 from megatron_gmc.rollout.meter import Meter
+from megatron_gmc.rollout.plan import RolloutPlan
 from megatron_gmc.rollout.sampling import GroupSampler, Wanted
-from megatron_gmc.rollout.scheduler import LagScheduler
 from megatron_gmc.rollout.staleness import Completed, staleness
 from megatron_gmc.rollout.state import RolloutState, ledger_of
 from megatron_gmc.rollout.types import Group, Prompt, Refusal, Sample, Trajectory
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RolloutPlan:
-    """What is sampled, fixed for the run; see RolloutDriver for each field."""
-
-    scheduler: LagScheduler
-    prompt_at: Callable[[int], Prompt]
-    prompt_fingerprint: str
-    group_size: int
-    seed: int
-    request_groups: int
-    calls_per_engine: int | None
-    stall_timeout_s: float
-    fleet: FleetPolicy | None
 
 
 @dataclass(frozen=True)
@@ -173,9 +158,7 @@ class RolloutLoop:
         )
 
     async def release_memory(self) -> None:
-        for channel in (one for one in self._channels if one.started):
-            with self._fleet.survived(channel, channel.life, self._spawn):
-                await channel.release_memory()
+        await self._fleet.release_memory(self._spawn)
 
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did."""
@@ -302,9 +285,7 @@ class RolloutLoop:
 
     async def _sample(self, channel: EngineChannel, life: int, numbers: Sequence[int]) -> None:
         wanted = [self._wanted(number) for number in numbers]
-        filled: list[tuple[Trajectory, ...]] = []
-        with self._fleet.survived(channel, life, self._spawn):
-            filled = await self._sampler.complete(channel, wanted)
+        filled = await self._complete(channel, life, wanted)
         if not filled:
             self._meter.add("resubmitted", len(numbers))
             self._returned.append(numbers)
@@ -320,9 +301,7 @@ class RolloutLoop:
         # Negative, so that an engine never sees a training group's number twice at once.
         self._evaluated += len(indices)
         wanted = evaluation.wanted(indices, self._plan.seed, -self._evaluated)
-        filled: list[tuple[Trajectory, ...]] = []
-        with self._fleet.survived(channel, life, self._spawn):
-            filled = await self._sampler.complete(channel, wanted)
+        filled = await self._complete(channel, life, wanted)
         if filled:
             evaluation.filled.update(zip(indices, filled, strict=True))
         else:
@@ -330,6 +309,16 @@ class RolloutLoop:
         if evaluation.finish():
             self._evaluations.remove(evaluation)
         self._wake.set()
+
+    async def _complete(
+        self, channel: EngineChannel, life: int, wanted: Sequence[Wanted]
+    ) -> list[tuple[Trajectory, ...]]:
+        """The wanted groups' trajectories; empty where the engine failed and the fleet goes on."""
+        filled: list[tuple[Trajectory, ...]] = []
+        with self._fleet.survived(channel, life, self._spawn):
+            filled = await self._sampler.complete(channel, wanted)
+            channel.failures = 0
+        return filled
 
     async def _watch(self) -> None:
         limit = self._plan.stall_timeout_s

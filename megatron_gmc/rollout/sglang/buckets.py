@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Some tensors, one after the other in `flat`, uint8 [bytes]; good until the next is made."""
+    """Some tensors, one after the other in `flat`, uint8 [bytes].
+
+    It is good until the second one after it is asked for.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -34,18 +37,20 @@ def buckets(tensors: Iterator[tuple[str, Tensor]], limit_bytes: int) -> Iterator
     """Fill buckets in the order of `tensors`, at most `limit_bytes` each.
 
     A larger tensor is a bucket of its own, and so is what has another dtype: every tensor starts
-    at a multiple of its item size. One buffer, in shared memory, serves all buckets; beside it
-    one tensor is held. Raises ValueError where there is no tensor.
+    at a multiple of its item size. Two buffers in shared memory take turns, so that a bucket can
+    be filled while the one before is sent. Raises ValueError where there is no tensor.
     """
-    buffer = torch.empty(0, dtype=torch.uint8)
+    buffers = [torch.empty(0, dtype=torch.uint8)] * 2
     pending = next(tensors, None)
     if pending is None:
         raise ValueError("there is no weight to send")
     while pending is not None:
         dtype = pending[1].dtype
         size = max(limit_bytes, pending[1].nbytes)
-        if buffer.nbytes < size:
-            buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
+        buffers.reverse()
+        if buffers[0].nbytes < size:
+            buffers[0] = torch.empty(size, dtype=torch.uint8).share_memory_()
+        buffer = buffers[0]
         names: list[str] = []
         shapes: list[list[int]] = []
         used = 0

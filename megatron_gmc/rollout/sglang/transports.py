@@ -80,8 +80,7 @@ class DistributedTransport:
         group = self._group or await self._join(session)
         self._group = None  # unless this transfer ends well, the next one needs another group
         async with _update_session(session, self._timeout_s):
-            filled = buckets(self._read(folder), self._bucket_bytes)
-            while (bucket := await in_daemon_thread(lambda: next(filled, None))) is not None:
+            async for bucket in _prefetched(buckets(self._read(folder), self._bucket_bytes)):
                 body = {
                     "names": bucket.names,
                     "dtypes": bucket.dtypes,
@@ -138,8 +137,7 @@ class TensorTransport:
 
     async def send(self, session: HttpSession, folder: Path, version: int, *, flush: bool) -> None:
         async with _update_session(session, self._timeout_s):
-            filled = buckets(self._read(folder), self._bucket_bytes)
-            while (bucket := await in_daemon_thread(lambda: next(filled, None))) is not None:
+            async for bucket in _prefetched(buckets(self._read(folder), self._bucket_bytes)):
                 tensors = bucket.tensors()
                 body = {
                     "serialized_named_tensors": [
@@ -166,6 +164,19 @@ async def _update_session(session: HttpSession, timeout_s: float) -> AsyncIterat
     await call(session, "/begin_weight_update", {}, timeout_s)
     yield
     await call(session, "/end_weight_update", {}, timeout_s)
+
+
+async def _prefetched(filled: Iterator[Bucket]) -> AsyncIterator[Bucket]:
+    """Fill the next bucket, in a thread, while the caller sends the one that it was given."""
+
+    def fill() -> Bucket | None:
+        return next(filled, None)
+
+    bucket = await in_daemon_thread(fill)
+    while bucket is not None:
+        following = asyncio.ensure_future(in_daemon_thread(fill))
+        yield bucket
+        bucket = await following
 
 
 def _stamp(bucket: Bucket, version: int, flush: bool) -> dict[str, object]:
