@@ -19,12 +19,17 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_ORDERS = ("largest-weights", "most-capped", "oldest")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code: 0, 1 (the run failed) or 2 (faulty input)."""
+    """Run one subcommand; returns the exit code.
+
+    0, 1 (the run failed), 2 (faulty input) or 75 (a signal stopped the run: start it again).
+    """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command in ("convert", "theory"):
+    if rest and options.command in ("convert", "theory", "inspect"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -57,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Any field of the config can be overridden: --estimator.epsilon 0.1",
     )
     train.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    train.add_argument("--resume", action="store_true", help="continue the run in its folder")
+    train.add_argument(
+        "--resume", action="store_true", help="continue the run in its folder; it must hold one"
+    )
     train.set_defaults(run=_train)
 
     sft = commands.add_parser(
@@ -97,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="fields as YAML")
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the table here")
     simulate.set_defaults(run=_simulate)
+    inspect = commands.add_parser(
+        "inspect", help="show the recorded groups with the largest weights, most capped, oldest"
+    )
+    inspect.add_argument("record", type=Path, metavar="RUN_OR_FILE")
+    for order in _ORDERS:
+        inspect.add_argument(
+            f"--{order}", dest="orders", action="append_const", const=order, help="this table alone"
+        )
+    inspect.add_argument("--step", type=int, help="groups of this step alone")
+    inspect.add_argument("--groups", type=int, default=10, help="rows of a table; default: 10")
+    inspect.set_defaults(run=_inspect)
     return parser
 
 
@@ -141,3 +159,11 @@ def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.simulate_command import simulate
 
     return simulate(options.cluster, rest, target=options.json)
+
+
+def _inspect(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.inspect_command import inspect
+
+    return inspect(
+        options.record, orders=options.orders or _ORDERS, step=options.step, count=options.groups
+    )

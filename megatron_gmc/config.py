@@ -24,6 +24,14 @@ from megatron_gmc.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.tasks.config import JsonlSource, TaskConfig
 
 
+class WandbConfig(Section):
+    """Where Weights & Biases keeps the run's metrics; the key comes from its own login."""
+
+    project: str
+    mode: Literal["online", "offline"] = "online"
+    """offline writes to the run's folder alone, for `wandb sync` later."""
+
+
 class TrainConfig(Section):
     """The run as a whole."""
 
@@ -39,6 +47,16 @@ class TrainConfig(Section):
     """Write a checkpoint every so many steps; one is always written at the end."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
+    resume: Literal["never", "auto", "must"] = "never"
+    """auto goes on where the folder holds a run and starts one where it does not; must, which
+    --resume stands for, needs a run to go on with; never refuses a folder that holds one."""
+    stall_timeout_s: PositiveFloat = 1800.0
+    """A rank that does not get on for so long ends the run, by name. Waiting for samples does not
+    count; the longest forward and backward pass, publishing and checkpoint must fit."""
+    save_trajectories: PositiveInt | None = None
+    """Write the consumed groups of every so many steps to trajectories/, as Parquet."""
+    wandb: WandbConfig | None = None
+    """Send the metrics to Weights & Biases as well."""
 
 
 class PolicyConfig(Section):

@@ -9,6 +9,9 @@ from megatron_gmc.rollout.engine import EngineError
 
 EXIT_FAILED = 1
 EXIT_USER = 2
+EXIT_REQUEUE = 75
+"""A signal stopped the run, and a checkpoint has everything: start the same command again. It is
+sysexits.h's EX_TEMPFAIL; a launch script requeues its job on it."""
 
 # How gloo says in a collective that the process at the other end is gone.
 _LOST_RANK = ("Connection closed by peer", "Connection reset by peer")

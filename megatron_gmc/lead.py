@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
+from pyarrow import Table
 
 from megatron_gmc.config import Config
 from megatron_gmc.convert.hf_config import ModelShape
@@ -16,16 +16,24 @@ from megatron_gmc.engines import build_engines
 from megatron_gmc.errors import NonFiniteError, blamed_on
 from megatron_gmc.estimators import mismatch_warning
 from megatron_gmc.learner.batch import Batch, Row
+from megatron_gmc.learner.policy_step import StepRecord
 from megatron_gmc.rollout.driver import RolloutDriver
 from megatron_gmc.rollout.evaluation import EvaluationResult
 from megatron_gmc.rollout.staleness import lag_shares
 from megatron_gmc.rollout.state import RolloutState
-from megatron_gmc.rollout.types import FinishReason, Group, Prompt, SamplingParams, Trajectory
-from megatron_gmc.run_folder import RunFolder, write_atomically
+from megatron_gmc.rollout.types import FinishReason, Group, Prompt, SamplingParams
+from megatron_gmc.run_folder import RunFolder
 from megatron_gmc.run_log import RunLog
 from megatron_gmc.setup_checks import Task
+from megatron_gmc.signals import StopRequest
+from megatron_gmc.storage import writing
 from megatron_gmc.tasks.graders import GradeJob
 from megatron_gmc.tasks.prompts import PromptStream, response_text
+from megatron_gmc.trajectory_record import NON_FINITE, table_of, write_table
+
+NO_CHECKPOINT = -1
+# How soon a wait for samples notices that the run is asked to stop.
+_STOP_CHECK_S = 0.2
 
 
 class Lead:
@@ -68,15 +76,20 @@ class Lead:
                 fleet=engines.fleet,
                 attempts=config.rollout.max_attempts,
             )
+        self.resumes_at = state.next_step if state else NO_CHECKPOINT
+        """The version to load, NO_CHECKPOINT where the run starts from the policy's weights."""
         self._warned = False
         self._evaluations: list[Future[EvaluationResult]] = []
         # Of the batch under way, by step.
         self._groups: dict[int, list[Group]] = {}
+        self._consumed: StepRecord | None = None
+        self._asker = ThreadPoolExecutor(1, "next batch")
         self._log = RunLog(
             folder.path,
             title=f"{config.estimator.name}, {config.scheduler().lag}",
             steps=config.train.steps,
             start=state.next_step if state else 0,
+            wandb=config.train.wandb,
         )
         if engines.choice:
             self.say(engines.choice)
@@ -86,9 +99,17 @@ class Lead:
         shutil.rmtree(self._folder.weights, ignore_errors=True)
         self._driver.start()
 
-    def next_batch(self, step: int) -> Batch:
-        """Block until the groups of `step` are there, and those of its whole batch."""
-        groups = self._groups[step] = self._driver.next_batch(step)
+    def next_batch(self, step: int, stop: StopRequest) -> Batch | None:
+        """Block until the groups of `step` are there, and those of its whole batch.
+
+        None once the run is asked to stop.
+        """
+        asked = self._asker.submit(self._driver.next_batch, step)
+        while not wait([asked], timeout=_STOP_CHECK_S).done and not stop.asked:
+            pass
+        if stop.asked:
+            return None
+        groups = self._groups[step] = asked.result()
         return Batch.from_rows(rows_of(groups))
 
     def take_device(self) -> None:
@@ -149,30 +170,47 @@ class Lead:
         """Log more about `version`, after `write`."""
         self._log.write_aside(version, metrics)
 
-    def save(self, folder: Path, version: int) -> None:
-        """Write the rollout's part of a checkpoint, after every evaluation up to it."""
+    def checkpoint_state(self, version: int) -> RolloutState:
+        """The rollout's part of a checkpoint, once every evaluation up to it is logged.
+
+        In exact mode it also waits for all samples that older versions must give.
+        """
         self._write_evaluations(wait=True)
-        state = self._driver.checkpoint_state(version)
-        (folder / "rollout").mkdir()
-        state.save(folder / "rollout")
+        return self._driver.checkpoint_state(version)
+
+    def saw(self, consumed: StepRecord) -> None:
+        """Keep what the learner made of the groups that `next_batch` gave it."""
+        self._consumed = consumed
+
+    def save_trajectories(self, step: int) -> None:
+        """Write the groups that step `step` consumed to trajectories/, if it is due."""
+        every = self._config.train.save_trajectories
+        if every is not None and step % every == 0:
+            path = self._folder.trajectories / f"step_{step:06d}.parquet"
+            with writing(path):
+                write_table(self._record(step), path)
 
     def save_non_finite(self, error: NonFiniteError, step: int) -> Path:
         """Write the trajectories that stopped step `step` into a file for inspection.
 
         Where none alone is at fault, the file holds the whole batch.
         """
-        trajectories = [(g, t) for g in self._groups[step] for t in g.trajectories]
-        path = self._folder.path / f"non_finite_step_{step}.json"
-        named = error.trajectories or range(len(trajectories))
-        record = [_described(*trajectories[index]) for index in named]
-        write_atomically(path, json.dumps(record, indent=2) + "\n")
+        record = self._record(step)
+        path = self._folder.path / NON_FINITE.format(step)
+        write_table(record.take(list(error.trajectories)) if error.trajectories else record, path)
         return path
+
+    def _record(self, step: int) -> Table:
+        assert self._consumed is not None, "no step was taken"
+        groups = self._groups[step]
+        return table_of(groups, self._consumed, step=step, version=step, decode=self._decode)
 
     def say(self, text: str) -> None:
         self._log.say(text)
 
     def close(self) -> None:
         self._driver.close()
+        self._asker.shutdown()
         self._grader.close()
         self._log.close()
         shutil.rmtree(self._folder.weights, ignore_errors=True)
@@ -216,16 +254,3 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
         for group in groups
         for member, trajectory in enumerate(group.trajectories)
     ]
-
-
-def _described(group: Group, trajectory: Trajectory) -> dict[str, object]:
-    sample = trajectory.sample
-    return {
-        "group": group.id,
-        "prompt": {"id": group.prompt.id, "text": group.prompt.text},
-        "tokens": sample.tokens.tolist(),
-        "behaviour_log_probs": sample.log_probs.tolist(),
-        "versions": sample.versions.tolist(),
-        "finish_reason": sample.finish_reason,
-        "reward": trajectory.reward,
-    }

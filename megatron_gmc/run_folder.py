@@ -3,6 +3,7 @@
 config.yaml      the resolved config          metrics.jsonl   one JSON object per step
 versions.json    what produced the run        tensorboard/    the same, as event files
 checkpoints/     step_000050, …               huggingface/    the last weights
+trajectories/    consumed groups, if asked    resumes.jsonl   where each resumed run went on
 weights/         hand-over to the engines     result.json     written last: the run finished
 """
 
@@ -30,11 +31,18 @@ _FREE_ON_RESUME = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.output_dir",
+    "train.resume",
+    "train.stall_timeout_s",
+    "train.save_trajectories",
+    "train.wandb",
     "mesh.",
     "learner.",
     "evaluation.",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.sglang",
+    "rollout.fleet",
+    "weights.",
 )
 
 
@@ -59,6 +67,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
+
+    @property
+    def resumes(self) -> Path:
+        return self.path / "resumes.jsonl"
+
+    @property
     def weights(self) -> Path:
         return self.path / "weights"
 
@@ -69,9 +85,16 @@ class RunFolder:
     def finished(self) -> bool:
         return self.result.exists()
 
+    def holds_a_run(self) -> bool:
+        return self.config.exists()
+
+    def checkpoint(self, version: int) -> Path:
+        """Where the checkpoint of `version` is, or will be."""
+        return self.checkpoints / f"step_{version:06d}"
+
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = self._complete_checkpoints()
+        """The newest checkpoint that was committed."""
+        found = self.complete_checkpoints()
         return found[-1] if found else None
 
     def open(self, config: BaseModel, *, resume: bool, resumable: bool = True) -> None:
@@ -82,7 +105,7 @@ class RunFolder:
         if resume:
             self.check_same(config)
             return
-        if self.config.exists():
+        if self.holds_a_run():
             last = self.last_checkpoint()
             state = f"its last checkpoint is {last.name}" if last else "it has no checkpoint"
             raise ConfigError(
@@ -105,7 +128,7 @@ class RunFolder:
 
     def check_same(self, config: BaseModel) -> None:
         """Refuse a config that would not have made the run in this folder. Raises ConfigError."""
-        if not self.config.exists():
+        if not self.holds_a_run():
             raise ConfigError(
                 f"train.output_dir: {self.path} holds no run to resume; leave --resume out"
             )
@@ -120,10 +143,10 @@ class RunFolder:
 
     def drop_old_checkpoints(self, keep: int) -> None:
         """Remove all but the `keep` newest complete checkpoints."""
-        for folder in self._complete_checkpoints()[:-keep]:
+        for folder in self.complete_checkpoints()[:-keep]:
             shutil.rmtree(folder)
 
-    def _complete_checkpoints(self) -> list[Path]:
+    def complete_checkpoints(self) -> list[Path]:
         """Oldest first; one that is being written has another name."""
         return sorted(self.checkpoints.glob("step_" + "[0-9]" * 6))
 

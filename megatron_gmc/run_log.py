@@ -1,17 +1,22 @@
-"""Metrics of a run, to JSONL, TensorBoard and the terminal."""
+"""Metrics of a run, to JSONL, TensorBoard, the terminal and, when asked, Weights & Biases."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
+
+from megatron_gmc.config import WandbConfig
 
 # What the progress line shows: metric, label, format.
 _SHOWN = (
@@ -29,10 +34,19 @@ _SHOWN = (
 class RunLog:
     """One writer for all sinks. `step` is the version that the metrics' step produced."""
 
-    def __init__(self, folder: Path, *, title: str, steps: int, start: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        title: str,
+        steps: int,
+        start: int,
+        wandb: WandbConfig | None = None,
+    ) -> None:
         _drop_unfinished_line(folder / "metrics.jsonl")
         self._jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self._wandb = _open_wandb(wandb, folder) if wandb else None
         self._steps = steps
         self._title = title
         self._latest: dict[str, float] = {}
@@ -66,12 +80,16 @@ class RunLog:
         self._jsonl.write(json.dumps({"step": step, **clean}) + "\n")
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **metrics})
         self._latest.update(metrics)
 
     def close(self) -> None:
         self._progress.stop()
         self._jsonl.close()
         self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -83,6 +101,25 @@ class RunLog:
             for name, label, form in _SHOWN
             if name in self._latest
         )
+
+
+def _open_wandb(settings: WandbConfig, folder: Path) -> Any:
+    """A run of wandb's; one folder goes on as one run there."""
+    import wandb
+
+    path = str(folder.resolve())
+    run = wandb.init(
+        project=settings.project,
+        mode=settings.mode,
+        name=folder.name,
+        id=hashlib.sha256(path.encode()).hexdigest()[:16],
+        resume="allow",
+        dir=path,
+        config=yaml.safe_load((folder / "config.yaml").read_text()),
+    )
+    # An evaluation is logged later than its step, and wandb's own counter never goes back.
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _drop_unfinished_line(path: Path) -> None:

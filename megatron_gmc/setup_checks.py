@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,12 @@ class Task:
 
 def is_lead() -> bool:
     """Whether this process is global rank 0, before any process group exists."""
-    return os.environ.get("RANK", "0") == "0"
+    return this_rank() == 0
+
+
+def this_rank() -> int:
+    """The process's global rank, from its launcher."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def check_model(folder: Path, mesh: MeshConfig, *, weights: bool) -> ModelShape:
@@ -76,6 +82,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def check_task(config: Config, shape: ModelShape) -> Task:
     """Read prompts and tokenizer, and check them against model, context and batch limits."""
+    if config.train.wandb is not None and find_spec("wandb") is None:
+        raise ConfigError(
+            "train.wandb: the package wandb is not installed; pip install 'megatron_gmc[wandb]', "
+            "or leave train.wandb out"
+        )
     response = config.rollout.max_response_tokens
     context = shape.max_positions - response
     if context < 1:

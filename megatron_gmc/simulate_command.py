@@ -18,10 +18,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatron_gmc.config import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.errors import ConfigError, OutputError
 from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler, Order
 from megatron_gmc.rollout.simulation import Cluster, Figures, Lengths, Simulation
+from megatron_gmc.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.settings import load_config
 
 Draw = Callable[[np.random.Generator, int], list[float]]

@@ -8,27 +8,28 @@ step; after the S steps of a batch the new version is published to the engine.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from megatron_gmc.checkpoints import Checkpoints
 from megatron_gmc.config import Config
-from megatron_gmc.convert.hf_config import ModelShape
-from megatron_gmc.convert.hugging_face import stream_tensors
-from megatron_gmc.errors import NonFiniteError, blamed_on
+from megatron_gmc.errors import NonFiniteError
+from megatron_gmc.failures import EXIT_REQUEUE
 from megatron_gmc.lead import Lead
 from megatron_gmc.learner import device_memory
-from megatron_gmc.learner.batch import broadcast_batch
-from megatron_gmc.learner.checkpoint import committed_folder, load_learner, save_learner
+from megatron_gmc.learner.batch import Batch, broadcast_batch
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.policy_step import Objective, policy_step
+from megatron_gmc.opening import open_lead, open_learner
 from megatron_gmc.phases import Phases
 from megatron_gmc.result import describe_method, finish_run, print_result
+from megatron_gmc.rollout.engine import EngineError
 from megatron_gmc.run_folder import RunFolder
-from megatron_gmc.setup_checks import check_model, check_task, is_lead
-from megatron_gmc.storage import writing
+from megatron_gmc.setup_checks import check_model, is_lead, this_rank
+from megatron_gmc.signals import StopRequest
+from megatron_gmc.watchdog import Watchdog
 from megatron_gmc.weights import write_weights
 
 
@@ -44,85 +45,124 @@ def train(config: Config, *, resume: bool) -> int:
             print_result(folder)
         return 0
     shape = check_model(config.policy.path, config.mesh, weights=True)
-    checkpoint = folder.last_checkpoint() if resume else None
-    lead = _open_lead(config, shape, folder, checkpoint, resume) if is_lead() else None
-    try:
-        learner = _open_learner(config, shape, checkpoint)
-        _loop(config, learner, lead, folder)
-        write_weights(learner.weights(), learner.mesh, config.policy.path, folder.huggingface)
-    finally:
-        if lead is not None:
-            lead.close()
-    if lead is not None:
+    stop = StopRequest()
+    with stop.listening(this_rank()):
+        lead = open_lead(config, shape, folder, resume) if is_lead() else None
+        try:
+            learner = open_learner(config, shape, folder, lead)
+            stopped = _loop(config, learner, lead, folder, stop)
+            if not stopped:
+                write_weights(
+                    learner.weights(), learner.mesh, config.policy.path, folder.huggingface
+                )
+        finally:
+            if lead is not None:
+                lead.close()
+        # A launcher that sees one rank end may signal the others.
+        dist.barrier()
+    if lead is not None and not stopped:
         finish_run(folder, config, seconds=time.time() - began)
         print_result(folder)
     learner.mesh.close()
-    return 0
+    return EXIT_REQUEUE if stopped else 0
 
 
-def _loop(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder) -> None:
+def _loop(
+    config: Config, learner: Learner, lead: Lead | None, folder: RunFolder, stop: StopRequest
+) -> bool:
+    """Train to the end; returns whether a request to stop came first."""
     objective = Objective(config.estimator, config.objective, config.rollout.temperature)
-    phases, first = Phases(), learner.version
-    _publish(config, learner, lead, folder)
-    if lead is not None:
-        lead.say(f"{describe_method(config)}; {learner.mesh}; from version {first}")
-        lead.evaluate(first, fresh=first == 0)
-    size = config.optim.steps_per_batch
-    for start in range(first, config.train.steps, size):
-        steps = range(start, start + size)
-        with phases.during("wait"):
-            # All of a batch is there before its first step.
-            batches = [
-                broadcast_batch(lead.next_batch(step) if lead else None, learner.mesh)
-                for step in steps
-            ]
-        if config.rollout.colocated:
-            if lead is not None:
-                lead.take_device()
-            device_memory.take_back(learner)
-        for step, batch in zip(steps, batches, strict=True):
-            with phases.during("learn"):
-                try:
-                    metrics = policy_step(learner, batch, objective, config.learner)
-                except NonFiniteError as error:
-                    raise _reported(error, lead, step) from error
-            if step == steps[-1]:
-                with phases.during("publish"):
-                    _publish(config, learner, lead, folder)
+    phases, first = Phases(learner.version), learner.version
+    watchdog = Watchdog(learner.mesh, phases, stop, config.train.stall_timeout_s)
+    keep = config.train.keep_checkpoints
+    with watchdog.watching(), Checkpoints(folder, learner, keep) as checkpoints:
+        with phases.during("begin"):
+            _publish(config, learner, lead, folder)
+        if lead is not None:
+            lead.say(f"{describe_method(config)}; {learner.mesh}; from version {first}")
+            lead.evaluate(first, fresh=first == 0)
+        size = config.optim.steps_per_batch
+        for start in range(first, config.train.steps, size):
+            steps = range(start, start + size)
+            phases.begin_step(start)
+            with checkpoints.completed_on(EngineError):
+                batches = _next_batches(lead, learner.mesh, steps, phases, stop)
+            if batches is None:
+                break
+            _take_device(config, learner, lead)
+            for step, batch in zip(steps, batches, strict=True):
+                phases.begin_step(step)
+                with phases.during("learn"), checkpoints.completed_on(NonFiniteError):
+                    try:
+                        saw = lead.saw if lead else None
+                        metrics = policy_step(learner, batch, objective, config.learner, saw)
+                    except NonFiniteError as error:
+                        raise _reported(error, lead, step) from error
+                if step == steps[-1]:
+                    with phases.during("publish"):
+                        _publish(config, learner, lead, folder)
+                # Before the checkpoint: a crash right after it must not cost this step its record.
                 if lead is not None:
-                    lead.evaluate(learner.version, fresh=True)
-            # Before the checkpoint: a crash right after it must not cost this step its record.
-            if lead is not None:
-                lead.write(learner.version, {**metrics, **phases.take()})
-        if _is_due(config, learner.version):
-            with phases.during("checkpoint"):
-                _save(config, learner, lead, folder)
-            seconds = phases.take()["time/checkpoint_s"]
-            if lead is not None:
-                lead.write_aside(learner.version, {"time/checkpoint_s": seconds})
+                    if step == steps[-1]:
+                        lead.evaluate(learner.version, fresh=True)
+                    lead.save_trajectories(step)
+                    lead.write(learner.version, {**metrics, **phases.take()})
+            if _is_due(config, learner.version):
+                _checkpoint(checkpoints, learner, lead, phases)
+            else:
+                with phases.during("checkpoint"):
+                    checkpoints.poll()
+        stopped = learner.version < config.train.steps
+        if stopped and checkpoints.newest != learner.version:
+            _checkpoint(checkpoints, learner, lead, phases)
+        with phases.during("end"):
+            checkpoints.finish()
+    if stopped and lead is not None:
+        lead.say(f"stopped before step {learner.version} by {stop.reason}; --resume goes on there")
+    return stopped
 
 
-def _open_lead(
-    config: Config, shape: ModelShape, folder: RunFolder, checkpoint: Path | None, resume: bool
-) -> Lead:
-    """Check everything, claim the run's folder and start the engine."""
-    task = check_task(config, shape)
-    folder.open(config, resume=resume)
-    lead = Lead(config, shape, task, folder, checkpoint)
-    lead.start()
-    return lead
+def _next_batches(
+    lead: Lead | None, mesh: Mesh, steps: range, phases: Phases, stop: StopRequest
+) -> list[Batch] | None:
+    """What `steps` consume, all of it there before the first; None where the run is to stop."""
+    batches = []
+    for step in steps:
+        batch = _next_batch(lead, mesh, step, phases, stop)
+        if batch is None:
+            return None
+        batches.append(batch)
+    return batches
 
 
-def _open_learner(config: Config, shape: ModelShape, checkpoint: Path | None) -> Learner:
-    mesh = Mesh.create(config.mesh.tensor, config.mesh.pipeline)
-    learner = Learner(shape, mesh, config.optim, config.train.steps)
-    if checkpoint is not None:
-        with blamed_on("--resume"):
-            load_learner(checkpoint / "learner", learner)
-        return learner
-    with blamed_on("policy.path"):
-        load_weights(learner.module, shape, mesh, stream_tensors(config.policy.path))
-    return learner
+def _take_device(config: Config, learner: Learner, lead: Lead | None) -> None:
+    """Bring the learner's memory back to a device that it shares with an engine."""
+    if config.rollout.colocated:
+        if lead is not None:
+            lead.take_device()
+        device_memory.take_back(learner)
+
+
+def _next_batch(
+    lead: Lead | None, mesh: Mesh, step: int, phases: Phases, stop: StopRequest
+) -> Batch | None:
+    """The batch of `step`, on every rank; None, on every rank, where the run is to stop.
+
+    Raises EngineError, on every rank, where rank 0 gets no more samples.
+    """
+    batch, failure = None, None
+    with phases.during("wait"):
+        try:
+            batch = lead.next_batch(step, stop) if lead else None
+        except EngineError as error:
+            failure = error
+    with phases.during("receive"):
+        turn = torch.tensor([batch is not None, failure is not None], device=mesh.device)
+        dist.broadcast(turn, src=0)
+        go, failed = turn.tolist()
+        if failed:
+            raise failure or EngineError("rank 0 gets no more samples; its own message says why")
+        return broadcast_batch(batch, mesh) if go else None
 
 
 def _publish(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder) -> None:
@@ -140,18 +180,23 @@ def _is_due(config: Config, version: int) -> bool:
     return version == config.train.steps or (every is not None and version % every == 0)
 
 
-def _save(config: Config, learner: Learner, lead: Lead | None, folder: RunFolder) -> None:
-    target = folder.checkpoints / f"step_{learner.version:06d}"
-    with writing(target), committed_folder(target, learner.mesh) as partial:
-        save_learner(partial / "learner", learner)
-        if lead is not None:
-            lead.save(partial, learner.version)
+def _checkpoint(
+    checkpoints: Checkpoints, learner: Learner, lead: Lead | None, phases: Phases
+) -> None:
+    """Begin a checkpoint, and log what the learner waited for."""
+    phases.take()
+    with phases.during("drain"):
+        state = lead.checkpoint_state(learner.version) if lead else None
+    with phases.during("checkpoint"):
+        checkpoints.begin(state)
+    seconds = phases.take()
     if lead is not None:
-        folder.drop_old_checkpoints(config.train.keep_checkpoints)
+        waited = {name: seconds[name] for name in ("time/drain_s", "time/checkpoint_s")}
+        lead.write_aside(learner.version, waited)
 
 
 def _reported(error: NonFiniteError, lead: Lead | None, step: int) -> NonFiniteError:
     text = f"step {step} was stopped before the optimizer: {error}"
     if lead is not None:
-        text += f"; the trajectories are in {lead.save_non_finite(error, step)}"
+        text += f"; megatron-gmc inspect {lead.save_non_finite(error, step)} shows it"
     return NonFiniteError(text, error.trajectories)

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_gmc.trajectory_record import read_records
 from tests.distributed import ROOT, free_port
 
 Tree = dict[str, object]
@@ -66,6 +69,7 @@ def train_tree(task: Path, output: Path, **changes: dict[str, object]) -> Tree:
             "prompts_per_step": 2,
             "save_every": 2,
             "keep_checkpoints": 9,
+            "save_trajectories": 1,
         },
         "policy": {"path": str(task / "policy")},
         "task": {
@@ -160,6 +164,13 @@ def start_ranks(world: int, log: Path, *arguments: str | Path) -> list[subproces
     return ranks
 
 
+def engine_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """The embedded engine of a run's rank 0."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    (engine,) = [one for one in children if "megatron_gmc.rollout.embedded" in one.cmdline()]
+    return engine
+
+
 def end_world() -> None:
     """Leave the process groups of a command that failed in this process."""
     import torch.distributed as dist
@@ -211,6 +222,12 @@ def assert_same_weights(left: Path, right: Path) -> None:
     ours, theirs = final_weights(left), final_weights(right)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def trajectories(run: Path, step: int) -> list[dict[str, Any]]:
+    """What a run recorded of the groups that one of its steps consumed."""
+    rows: list[dict[str, Any]] = read_records(run, step).to_pylist()
+    return rows
 
 
 def final_weights(run: Path) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def refused(
     def built(*_: object, **__: object) -> None:
         raise AssertionError("a model was built or an engine started")
 
-    for place in ("train.Learner", "train.Lead", "sft.Learner", "convert_command.build_model"):
+    for place in ("opening.Learner", "opening.Lead", "sft.Learner", "convert_command.build_model"):
         monkeypatch.setattr(f"megatron_gmc.{place}", built)
 
     def run(*overrides: str | Path, words: tuple[str | Path, ...] = ("train", config_file)) -> str:
@@ -289,6 +290,14 @@ def test_a_folder_that_is_none_of_ours(refused: Refused, tmp_path: Path) -> None
     below = file / "run"
     assert refused("--train.output_dir", below) == (
         f"train.output_dir: {below} cannot be made: Not a directory"
+    )
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_that_is_not_installed(refused: Refused) -> None:
+    assert refused("--train.wandb.project", "demo") == (
+        "train.wandb: the package wandb is not installed; pip install 'megatron_gmc[wandb]', or "
+        "leave train.wandb out"
     )
 
 

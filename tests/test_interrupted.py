@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shutil
 import signal
@@ -11,19 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 
-import megatron_gmc.train as train_module
+from megatron_gmc.checkpoints import Checkpoints
 from megatron_gmc.cli import main
-from megatron_gmc.config import Config
-from megatron_gmc.learner.learner import Learner
+from megatron_gmc.rollout.state import RolloutState
 from tests.distributed import ROOT
 from tests.runs import (
     TIMEOUT_S,
     assert_same_weights,
     command,
     end_world,
+    engine_of,
     environment,
     records,
     roll_back,
@@ -82,15 +83,16 @@ def test_crashed_between_two_writes(
 ) -> None:
     """The record has every step, whichever of checkpoint and metrics was written last."""
     version = 2 if moment == "after the checkpoint" else 6
-    saved = train_module._save
+    begin = Checkpoints.begin
 
-    def save_and_crash(config: Config, learner: Learner, *others: object) -> None:
-        saved(config, learner, *others)  # type: ignore[arg-type]
-        if learner.version == version:
+    def save_and_crash(checkpoints: Checkpoints, rollout: RolloutState) -> None:
+        begin(checkpoints, rollout)
+        if checkpoints.newest == version:
+            checkpoints.finish()
             raise Crash
 
     with monkeypatch.context() as patched, pytest.raises(Crash):
-        patched.setattr(train_module, "_save", save_and_crash)
+        patched.setattr(Checkpoints, "begin", save_and_crash)
         main(["train", str(config_file)])
     end_world()
     assert main(["train", str(config_file), "--resume"]) == 0
@@ -106,15 +108,22 @@ def test_a_step_that_is_not_finite(
     words = ["--optim.lr", "1e30", "--optim.warmup_steps", "0", "--evaluation.every", "6"]
     assert main(["train", str(config_file), *words]) == 1
     (said,) = capsys.readouterr().err.splitlines()
-    suspects = tmp_path / "run" / "non_finite_step_1.json"
+    suspects = tmp_path / "run" / "non_finite_step_1.parquet"
     assert said == (
-        "error: step 1 was stopped before the optimizer: the gradient's norm is nan; the "
-        f"trajectories are in {suspects}"
+        "error: step 1 was stopped before the optimizer: the gradient's norm is nan; "
+        f"megatron-gmc inspect {suspects} shows it"
     )
-    described = json.loads(suspects.read_text())
-    assert len(described) == 8
-    for one in described:
-        assert len(one["tokens"]) == len(one["behaviour_log_probs"]) == len(one["versions"])
+    rows = parquet.read_table(suspects).to_pylist()
+    assert len(rows) == 8
+    for row in rows:
+        lists = ("tokens", "log_probs", "behaviour_log_probs", "versions")
+        assert len({len(row[name]) for name in lists}) == 1
+        assert (row["step"], row["lag"]) == (1, 1)
+        assert math.isnan(row["log_ratio"]) == any(map(math.isnan, row["log_probs"]))
+    assert main(["inspect", str(suspects)]) == 0
+    assert "the step was stopped before the optimizer" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert f"megatron-gmc inspect {suspects}" in "".join(capsys.readouterr().out.split("\n"))
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "huggingface").exists()
 
@@ -149,20 +158,6 @@ def test_resume_with_other_prompts(
     said = capsys.readouterr().err
     assert said.startswith("error: --resume: the checkpoint was made with prompts '")
     assert said.endswith("resume with the same prompts or start a new run\n")
-    assert len(said.splitlines()) == 1
-
-
-def test_resume_from_a_damaged_record(
-    task: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    roll_back(finished, run, 4)
-    record = run / "checkpoints" / "step_000004" / "rollout" / "rollout.json"
-    os.truncate(record, record.stat().st_size // 2)
-    config = write_config(tmp_path / "train.yaml", train_tree(task, run))
-    assert main(["train", str(config), "--resume"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: --resume: cannot read the rollout state under {record.parent}")
     assert len(said.splitlines()) == 1
 
 
@@ -213,12 +208,6 @@ def test_an_engine_that_is_killed(config_file: Path, tmp_path: Path, finished: P
 
     assert main(["train", str(config_file), "--resume"]) == 0
     assert_same_weights(run, finished)
-
-
-def engine_of(process: subprocess.Popen[bytes]) -> psutil.Process:
-    children = psutil.Process(process.pid).children(recursive=True)
-    (engine,) = [one for one in children if "megatron_gmc.rollout.embedded" in one.cmdline()]
-    return engine
 
 
 @pytest.fixture

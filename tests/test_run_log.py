@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gmc.config import WandbConfig
 from megatron_gmc.run_log import RunLog, read_metrics
 
 
@@ -61,3 +62,19 @@ def test_values_that_json_has_no_word_for_stay_visible(tmp_path: Path) -> None:
     series = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(series["a"][0][1])
     assert series["c"] == [(1, -math.inf)]
+
+
+def test_wandb_gets_the_same_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline: everything stays in the folder, also a late evaluation of an older step."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "config.yaml").write_text("train: {steps: 3}\n")
+    settings = WandbConfig(project="demo", mode="offline")
+    log = RunLog(tmp_path, title="run", steps=3, start=0, wandb=settings)
+    log.write(1, {"loss": 0.5})
+    log.write(2, {"loss": 0.25})
+    log.write_aside(1, {"evaluation/accuracy": 0.75})
+    log.close()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    assert all(name in content for name in (b"loss", b"evaluation/accuracy", b"0.75"))

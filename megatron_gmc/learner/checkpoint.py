@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gmc.learner.background_save import PendingSave, StateCopies, begin_save
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 
@@ -33,11 +34,7 @@ _RESHARDABLE = {
 @contextmanager
 def committed_folder(path: Path, mesh: Mesh) -> Iterator[Path]:
     """A folder that all ranks fill and that appears under `path` only once it is whole."""
-    partial = path.with_name(path.name + ".partial")
-    if mesh.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(mesh)
+    partial = open_partial(path, mesh)
     try:
         yield partial
     except BaseException:
@@ -46,19 +43,56 @@ def committed_folder(path: Path, mesh: Mesh) -> Iterator[Path]:
         raise
     _barrier(mesh)
     if mesh.rank == 0:
-        for file in (f for f in partial.rglob("*") if f.is_file()):
-            _sync(file)
-        partial.rename(path)
-        _sync(path.parent)
+        commit(partial, path)
     _barrier(mesh)
+
+
+def open_partial(path: Path, mesh: Mesh) -> Path:
+    """Make the empty folder that is to become `path`; collective."""
+    partial = path.with_name(path.name + ".partial")
+    if mesh.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier(mesh)
+    return partial
+
+
+def commit(partial: Path, path: Path) -> None:
+    """Flush what is in `partial` to the disk and give it its name; by one rank."""
+    for file in (f for f in partial.rglob("*") if f.is_file()):
+        _sync(file)
+    partial.rename(path)
+    _sync(path.parent)
+
+
+class LearnerSaver:
+    """Saves one learner again and again, each time beside its training."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._copies = StateCopies()
+        self._validated = False
+
+    def begin(self, folder: Path) -> PendingSave:
+        """Copy model, optimizer, schedule, random state and version, to be written to `folder`.
+
+        Collective. `folder` must not exist. The learner may train on when this returns; the save
+        must be finished before the next one begins.
+        """
+        mesh = self._learner.mesh
+        if mesh.rank == 0:
+            folder.mkdir()
+        _barrier(mesh)
+        state = _state(self._learner, loading=False)
+        self._copies.take(state)
+        pending = begin_save(folder, state, validate=not self._validated)
+        self._validated = True
+        return pending
 
 
 def save_learner(folder: Path, learner: Learner) -> None:
     """Write model, optimizer, schedule, random state and version to `folder`; collective."""
-    if learner.mesh.rank == 0:
-        folder.mkdir()
-    _barrier(learner.mesh)
-    dist_checkpointing.save(_state(learner, loading=False), str(folder))
+    _complete(LearnerSaver(learner).begin(folder))
 
 
 def load_learner(folder: Path, learner: Learner) -> None:
@@ -77,7 +111,13 @@ def load_learner(folder: Path, learner: Learner) -> None:
 
 def save_model(folder: Path, model: GPTModel) -> None:
     """Write the weights alone into the empty `folder`; collective."""
-    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder))
+    _complete(begin_save(folder, {"model": model.sharded_state_dict()}, validate=True))
+
+
+def _complete(pending: PendingSave) -> None:
+    pending.write()
+    dist.barrier()
+    pending.finish()
 
 
 def load_model(folder: Path, model: GPTModel) -> None:
@@ -104,6 +144,8 @@ def _reading(folder: Path) -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """One line; of torch's CheckpointException, what it wraps."""
     if isinstance(error, CheckpointException):
+        if not error.failures:  # only the rank that closes a checkpoint is told
+            return "a rank could not write its part"
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

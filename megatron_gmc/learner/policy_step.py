@@ -9,6 +9,7 @@ pass (two pass). Both give the same gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,16 @@ class Objective:
     temperature: float
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """What the learner made of a batch, for the record; on the CPU, in the batch's order."""
+
+    log_prob_K: Tensor  # float32, current log-prob of each loss token
+    log_ratio_N: Tensor  # float64
+    weight_N: Tensor  # float64; a token method's mean over the trajectory
+    advantage_N: Tensor
+
+
 class BatchPass:
     """The loss over one batch's micro-batches, and what a pass records of each trajectory.
 
@@ -70,6 +81,7 @@ class BatchPass:
             batch.trajectories,
         )
         self.record = torch.zeros(batch.trajectories, 4, dtype=torch.float64, device=device)
+        self.log_prob_K = torch.zeros(len(self._trajectory_K), device=device)
         # Filled by the first of two passes, for a token method that looks at the whole batch.
         self._log_ratio_K = torch.zeros(len(self._trajectory_K), dtype=torch.float64, device=device)
         # Set between two passes: weights and coefficients of the batch's trajectories or tokens.
@@ -118,6 +130,7 @@ class BatchPass:
             ratios = self.ratios
             self._fixed = self._estimator.weights(ratios), self._estimator.coefficients(ratios)
         self.record.zero_()
+        self.log_prob_K.zero_()
 
     def loss(self, micro_batch: MicroBatch, log_prob_K: Tensor) -> Tensor:
         """This micro-batch's share of the batch's loss; records ratios and weights."""
@@ -152,6 +165,15 @@ class BatchPass:
             self._aggregation,
         )
 
+    def step_record(self) -> StepRecord:
+        """For the record, once a pass is complete."""
+        return StepRecord(
+            self.log_prob_K.cpu(),
+            self.record[:, _LOG_RATIO].cpu(),
+            self.weight_N.cpu(),
+            self.advantage_N.cpu(),
+        )
+
     def not_finite(self) -> list[int]:
         """Trajectories, as indexes into the batch, whose part in the gradient is not finite.
 
@@ -166,6 +188,7 @@ class BatchPass:
         return [int(i) for i in bad_N.nonzero()]
 
     def _record_ratios(self, micro_batch: MicroBatch, log_prob_K: Tensor) -> Tensor:
+        self.log_prob_K[micro_batch.place_K] = log_prob_K.detach()
         log_ratio_K = log_prob_K.detach() - micro_batch.behaviour_log_prob_K
         index_N, row_K = micro_batch.index_N, micro_batch.row_K
         self.record[index_N, _LOG_RATIO] = trajectory_sums(log_ratio_K, row_K, len(index_N))
@@ -185,17 +208,21 @@ class BatchPass:
 
 
 def policy_step(
-    learner: Learner, batch: Batch, objective: Objective, settings: LearnerConfig
+    learner: Learner,
+    batch: Batch,
+    objective: Objective,
+    settings: LearnerConfig,
+    seen: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step on `batch`; return its metrics, the same on every rank.
 
     A batch without one loss token leaves the optimizer untouched and says so in `step/skipped`;
     the version advances all the same, since lags count steps. Raises NonFiniteError, before the
     optimizer, naming the trajectories; ValueError where the batch does not fit the micro-batch
-    limit.
+    limit. `seen` is called before the optimizer, and also where the step is not finite.
     """
     lag_N = (learner.version - batch.oldest_version_N).to(learner.mesh.device)
-    loss, batch_pass, two_pass = policy_gradient(learner, batch, objective, settings)
+    loss, batch_pass, two_pass = policy_gradient(learner, batch, objective, settings, seen)
     skipped = batch_pass.denominator.tokens == 0
     norm = learner.skip() if skipped else learner.apply()
     return {
@@ -216,7 +243,11 @@ def policy_step(
 
 
 def policy_gradient(
-    learner: Learner, batch: Batch, objective: Objective, settings: LearnerConfig
+    learner: Learner,
+    batch: Batch,
+    objective: Objective,
+    settings: LearnerConfig,
+    seen: Callable[[StepRecord], None] | None = None,
 ) -> tuple[float, BatchPass, bool]:
     """Leave the batch's gradient in the model, checked; see `policy_step`.
 
@@ -238,6 +269,9 @@ def policy_gradient(
         batch_pass.fix_weights(learner)
     loss = learner.run(micro_batches, batch_pass.loss, temperature=temperature)
     learner.sum_over_batch(batch_pass.record)
+    learner.sum_over_batch(batch_pass.log_prob_K)
+    if seen is not None:
+        seen(batch_pass.step_record())
     bad = batch_pass.not_finite()
     if bad or not math.isfinite(loss):
         ids = ", ".join(str(int(batch.id_N[i])) for i in bad) or "none alone"

@@ -92,7 +92,8 @@ class Ledger(Generic[T]):
 
     def send_again(self, number: int, held: int) -> None:
         """Note that `number`, which was sent and came to nothing, goes to an engine at `held`."""
-        self._unfinished[number] = max(held, self._unfinished[number])
+        due = self._scheduler.due(number, held)
+        self._due_unfinished[number] = max(due, self._due_unfinished[number])
 
     def may_send(self, number: int, held: int) -> bool:
         """Whether `number` may go to an engine that holds `held`, for the first time or again."""

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,8 @@ SHUTDOWN_S = 1
 
 
 def main() -> int:
+    # SLURM warns every process of a job step; the run decides when this one ends.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     arguments = _arguments()
     report = _take_over_stdout()
     token = sys.stdin.buffer.readline().decode().strip()
