@@ -33,7 +33,6 @@ class _Write:
     partial: Path
     save: PendingSave
     done: Future[None]
-    began: float
 
 
 class Checkpoints:
@@ -77,24 +76,22 @@ class Checkpoints:
             save = self._saver.begin(partial / "learner")
         self.newest = self._learner.version
         done = self._writer.submit(_write, partial, save, rollout, mesh.rank)
-        self._write = _Write(target, partial, save, done, time.perf_counter())
+        self._write = _Write(target, partial, save, done)
 
-    def poll(self) -> float | None:
-        """Commit the checkpoint under way if every rank has written its part.
+    def poll(self) -> bool:
+        """Commit the checkpoint under way if every rank has written its part; whether one was."""
+        if self._write is None or not self._everywhere(self._write.done.done()):
+            return False
+        self.finish()
+        return True
 
-        Returns the seconds from its beginning to its commit, None where nothing was committed.
-        """
-        if self._write is None:
-            return None
-        return self.finish() if self._everywhere(self._write.done.done()) else None
-
-    def finish(self) -> float | None:
-        """Wait for the checkpoint under way and commit it; see `poll`.
+    def finish(self) -> None:
+        """Wait for the checkpoint under way, if any, and commit it.
 
         Raises OutputError, on every rank, where one could not write.
         """
         if self._write is None:
-            return None
+            return
         write, self._write = self._write, None
         try:
             with writing(write.target):
@@ -103,7 +100,6 @@ class Checkpoints:
             # On a full disk it is in the way of everything else.
             shutil.rmtree(write.partial, ignore_errors=True)
             raise
-        return time.perf_counter() - write.began
 
     @contextmanager
     def completed_on(self, error: type[Exception]) -> Iterator[None]:
