@@ -80,11 +80,14 @@ def run_with_kills(config: Path, run: Path, kills: Sequence[Kill]) -> list[str]:
                 ended = _strike(kill, ranks)
                 said.append(f"{kill.kind:14} after version {_version(run):3}")
             if not ended:
-                assert [rank.wait(timeout=TIMEOUT_S) for rank in ranks] == [0] * RANKS, _log(run)
+                assert [rank.wait(timeout=TIMEOUT_S) for rank in ranks] == [0] * RANKS
                 return said
             # What a launcher does once one rank has failed.
             if kill.kind != "engine":
                 time.sleep(0.2)
+        except AssertionError as error:
+            error.add_note(_logs(run))
+            raise
         finally:
             _end(ranks)
         # The engine notices by itself that its run is gone.
@@ -139,8 +142,8 @@ def _version(run: Path) -> int:
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
-def _log(run: Path) -> str:
-    return run.with_name("log.rank0").read_text()[-4000:]
+def _logs(run: Path) -> str:
+    return "\n".join(path.read_text()[-4000:] for path in sorted(run.parent.glob("log.rank*")))
 
 
 def ledger(run: Path, steps: int) -> Counter[str]:
