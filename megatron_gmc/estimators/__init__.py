@@ -7,7 +7,11 @@ those on the current log-probs under the whole batch's denominator.
 
 from megatron_gmc.estimators.advantages import AdvantageKind, advantages
 from megatron_gmc.estimators.base import Estimator, Scope, TokenEstimator, TrajectoryEstimator
-from megatron_gmc.estimators.diagnostics import mismatch_warning, step_diagnostics
+from megatron_gmc.estimators.diagnostics import (
+    mismatch_warning,
+    ratio_diagnostics,
+    step_diagnostics,
+)
 from megatron_gmc.estimators.gmc import GMC, GMCDifferentiable, GMCPooled
 from megatron_gmc.estimators.grpo import CISPO, GRPO
 from megatron_gmc.estimators.gspo import GEPO, GSPO
@@ -67,6 +71,7 @@ __all__ = [
     "non_finite_trajectories",
     "pareto_shape",
     "policy_loss",
+    "ratio_diagnostics",
     "step_diagnostics",
     "trajectory_means",
     "trajectory_sums",

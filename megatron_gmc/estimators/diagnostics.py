@@ -72,6 +72,20 @@ def step_diagnostics(
     assert len(ratios.log_ratio_N) > 0, "a step has at least one trajectory"
     for value_N in (weight_N, k3_sum_N, clipped_N, lag_N):
         assert value_N.shape == ratios.log_ratio_N.shape, value_N.shape
+    lag0_N = (lag_N == 0) & (ratios.log_ratio_N != -torch.inf)
+    return {
+        **ratio_diagnostics(ratios, weight_N, epsilon=epsilon),
+        **_spread("ratio/log_ratio_sd_lag0", ratios.log_ratio_N[lag0_N]),
+        **_token_metrics(ratios, k3_sum_N, clipped_N),
+        **_lag_metrics(lag_N),
+        "advantage/zero_group_share": _zero_group_share(ratios),
+    }
+
+
+def ratio_diagnostics(
+    ratios: TrajectoryRatios, weight_N: Tensor, *, epsilon: float | None
+) -> dict[str, float]:
+    """The part of `step_diagnostics` that log-ratios and weights alone decide."""
     log_mass_P = group_log_mass(ratios.log_ratio_N, ratios.grouping)
     return {
         **_mass_metrics(log_mass_P),
@@ -79,10 +93,7 @@ def step_diagnostics(
         "ratio/is_ratio_mean": _exp_of_mean(ratios.log_ratio_N),
         "ratio/retained_mass": float(weight_N.double().mean()),
         **_concentration_metrics(ratios, log_mass_P),
-        **_log_ratio_metrics(ratios.log_ratio_N, lag_N),
-        **_token_metrics(ratios, k3_sum_N, clipped_N),
-        **_lag_metrics(lag_N),
-        "advantage/zero_group_share": _zero_group_share(ratios),
+        **_log_ratio_metrics(ratios.log_ratio_N),
     }
 
 
@@ -142,7 +153,7 @@ def _concentration_metrics(ratios: TrajectoryRatios, log_mass_P: Tensor) -> dict
     }
 
 
-def _log_ratio_metrics(log_ratio_N: Tensor, lag_N: Tensor) -> dict[str, float]:
+def _log_ratio_metrics(log_ratio_N: Tensor) -> dict[str, float]:
     possible_N = log_ratio_N != -torch.inf
     metrics = {"ratio/minus_inf_trajectories": float((~possible_N).sum())}
     if possible_N.any():
@@ -150,13 +161,11 @@ def _log_ratio_metrics(log_ratio_N: Tensor, lag_N: Tensor) -> dict[str, float]:
     shape = pareto_shape(log_ratio_N[possible_N])
     if shape is not None:
         metrics["ratio/pareto_k"] = shape
-    for name, kept_N in (
-        ("ratio/log_ratio_sd", possible_N),
-        ("ratio/log_ratio_sd_lag0", possible_N & (lag_N == 0)),
-    ):
-        if kept_N.sum() >= 2:
-            metrics[name] = float(log_ratio_N[kept_N].std(correction=1))
-    return metrics
+    return {**metrics, **_spread("ratio/log_ratio_sd", log_ratio_N[possible_N])}
+
+
+def _spread(name: str, log_ratio_N: Tensor) -> dict[str, float]:
+    return {name: float(log_ratio_N.std(correction=1))} if len(log_ratio_N) >= 2 else {}
 
 
 def _token_metrics(
