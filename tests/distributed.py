@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,9 +22,16 @@ def free_port() -> int:
 
 
 def run_ranks(
-    module: str, function: str, world_size: int, *args: str, timeout: float = 180
+    module: str,
+    function: str,
+    world_size: int,
+    *args: str,
+    timeout: float = 180,
+    path: Sequence[str] = (),
 ) -> list[str]:
     """Run `python -m module function args…` on `world_size` ranks; return each rank's stdout.
+
+    `path` adds folders that the ranks import from.
 
     Raises AssertionError with the failing rank's output; the other ranks are then killed.
     """
@@ -33,7 +41,7 @@ def run_ranks(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *path]),
     }
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(world_size)]

@@ -36,7 +36,7 @@ FORBIDDEN = {
     "tasks": {"megatron", "torch"},
     "learner": {"transformers", "httpx", "starlette"},
     "theory": {"megatron", "transformers", "pydantic", "torch.distributed"},
-    "integrations": {"megatron", "pydantic"},
+    "integrations": {"pydantic"},
 }
 
 
