@@ -193,10 +193,11 @@ def _wrong_settings(trainer: GRPOTrainer) -> dict[str, str]:
         wrong["mask_truncated_completions"] = (
             "must be False: a trajectory without its tokens would enter its group's mass as ratio 1"
         )
-    return wrong | _wrong_sampling({**vars(args), **(args.generation_kwargs or {})})
+    return wrong | wrong_sampling({**vars(args), **(args.generation_kwargs or {})})
 
 
-def _wrong_sampling(settings: Mapping[str, Any]) -> dict[str, str]:
+def wrong_sampling(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Sampling settings that would give ratios whose mean is not 1, and what they must be."""
     neutral = {
         "top_p": (None, 1, 1.0),
         "top_k": (None, 0, -1),
