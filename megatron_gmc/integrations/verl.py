@@ -14,9 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-import torch
 from tensordict import TensorDict
-from torch import Tensor
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
@@ -24,8 +22,9 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from megatron_gmc.estimators import ESTIMATORS
-from megatron_gmc.integrations.folding import check_estimator, fold, log_ratio_sums
+from megatron_gmc.integrations.folding import check_estimator, log_ratio_sums
 from megatron_gmc.integrations.hosts import check_signature, check_version, refuse
+from megatron_gmc.integrations.rows import row_weights
 
 TRIED = ("0.9",)
 AGGREGATION = {
@@ -70,12 +69,16 @@ class GroupWeights(PPOTrainer):  # type: ignore[misc, unused-ignore]
         missing = [name for name in fields if padded.get(name, None) is None]
         if missing:
             raise ValueError(f"verl's batch has no {', '.join(missing)}")
-        used_R = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
         log_ratio_R = log_ratio_sums(
             padded["old_log_probs"], padded["rollout_log_probs"], padded["response_mask"]
         )
         weight_R, found = row_weights(
-            batch.keys, [str(uid) for uid in padded["uid"]], used_R, log_ratio_R, self._estimator
+            log_ratio_R,
+            # "uid_session_output": the outputs of one session are one trajectory.
+            [key.rsplit("_", 1)[0] for key in batch.keys],
+            [str(uid) for uid in padded["uid"]],
+            [not tag.get("is_padding", False) for tag in batch.tags],
+            self._estimator,
         )
         metrics.update(found)
         weighted = padded["advantages"] * weight_R[:, None].to(padded["advantages"])
@@ -85,31 +88,6 @@ class GroupWeights(PPOTrainer):  # type: ignore[misc, unused-ignore]
             partition_id=batch.partition_id,
             fields=TensorDict(output, batch_size=len(batch.keys)),
         )
-
-
-def row_weights(
-    keys: list[str], uids: list[str], used_R: Tensor, log_ratio_R: Tensor, estimator: Any
-) -> tuple[Tensor, dict[str, float]]:
-    """Weight of each row of verl's batch, float64 [R], and metrics.
-
-    keys: "uid_session_output"; the outputs of one session are one trajectory, whose log-ratio is
-    their sum. uids: the prompt's. used_R bool: False for verl's padding rows, which get weight 1
-    and have advantage 0.
-    """
-    used = used_R.nonzero()[:, 0].tolist()
-    sessions = {row: keys[row].rsplit("_", 1)[0] for row in used}
-    number = {session: n for n, session in enumerate(dict.fromkeys(sessions.values()))}
-    groups = {uid: n for n, uid in enumerate(dict.fromkeys(uids[row] for row in used))}
-    trajectory = torch.tensor([number[sessions[row]] for row in used], dtype=torch.int64)
-    group = torch.zeros(len(number), dtype=torch.int64)
-    for row, place in zip(used, trajectory.tolist(), strict=True):
-        group[place] = groups[uids[row]]
-    log_ratio = torch.zeros(len(number), dtype=torch.float64)
-    log_ratio = log_ratio.scatter_add(0, trajectory, log_ratio_R[used_R].double())
-    weights, metrics = fold(torch.ones_like(log_ratio), log_ratio, group, estimator)
-    weight_R = torch.ones(len(keys), dtype=torch.float64)
-    weight_R[used_R] = weights[trajectory]
-    return weight_R, metrics
 
 
 def estimator_of(section: dict[str, Any]) -> Any:
