@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test lint types check sglang-cpu clean
+.PHONY: demo setup test lint types check sglang-cpu host-test clean
 
 demo: setup
 	$(BIN)/python examples/arithmetic_cpu/demo.py
@@ -52,5 +52,13 @@ $(SGLANG)/installed: requirements/torch.txt requirements/sglang.txt requirements
 	$(SGLANG)/bin/pip install --quiet --no-deps --requirement requirements/sglang-no-deps.txt
 	touch $@
 
+# The adapter of one framework in that framework's own environment: make host-test HOST=verl
+host-test:
+	$(PYTHON) -m venv --clear .venv-$(HOST)
+	.venv-$(HOST)/bin/pip install --quiet --requirement requirements/torch.txt
+	.venv-$(HOST)/bin/pip install --quiet --no-deps --requirement requirements/cpu.txt
+	.venv-$(HOST)/bin/pip install --quiet --no-deps --requirement requirements/hosts/$(HOST).txt
+	.venv-$(HOST)/bin/python -m pytest tests/integrations --host $(HOST)
+
 clean:
-	rm -rf $(VENV) $(SGLANG) build *.egg-info
+	rm -rf $(VENV) .venv-* build *.egg-info

@@ -30,4 +30,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def only_with_its_host(request: pytest.FixtureRequest) -> None:
     marker = request.node.get_closest_marker("host")
     if marker is not None and request.config.getoption("host", None) != marker.args[0]:
-        pytest.skip(f"needs {marker.args[0]}: pytest tests/integrations --host {marker.args[0]}")
+        pytest.skip(f"needs {marker.args[0]}: make host-test HOST={marker.args[0]}")
