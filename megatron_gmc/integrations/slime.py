@@ -207,7 +207,8 @@ def _wrong_settings(args: Namespace) -> dict[str, str]:
         "rollout_top_p": (1.0, "the ratios' mean would not be 1"),
         "rollout_top_k": (-1, "the ratios' mean would not be 1"),
         "kl_coef": (0, "a KL term on lagging samples is biased without the weights"),
-        "use_kl_loss": (False, "a KL term on lagging samples is biased without the weights"),
+        # slime's recipes turn use_kl_loss on with coefficient 0, to watch the KL.
+        "kl_loss_coef": (0, "a KL term on lagging samples is biased without the weights"),
     }
     return {
         name: f"must be {value}, got {settings.get(name)}: {why}"

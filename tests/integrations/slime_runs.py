@@ -31,7 +31,7 @@ ARGUMENTS = {
     "rollout_top_p": 1.0,
     "rollout_top_k": -1,
     "kl_coef": 0,
-    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
     "rewards_normalization": True,
     "grpo_std_normalization": False,
 }

@@ -145,7 +145,7 @@ def test_a_sample_without_a_group_is_refused() -> None:
         ("custom_tis_function_path", "my.tis"),
         ("advantage_estimator", "gspo"),
         ("rollout_top_p", 0.9),
-        ("use_kl_loss", True),
+        ("kl_loss_coef", 0.001),
     ],
 )
 def test_what_does_not_go_with_the_weights_is_refused(setting: str, value: object) -> None:
