@@ -9,7 +9,8 @@
 of your own and name that. slime hands the learner no group ids, but `sample.index`, which serves
 nothing else there; `group_rewards` packs the group into it. `--get-mismatch-metrics` makes slime
 recompute the log-probs that the ratios need, and `no_token_weights` takes the place of the token
-weights that it would then apply.
+weights that it would then apply. With the patch in patches/slime the learner has the group ids, and
+the first option is free for a function of your own.
 """
 
 from __future__ import annotations
@@ -89,11 +90,15 @@ def weigh_with(estimator: AnyEstimator) -> Hook:
         if mpu.get_context_parallel_world_size() > 1:
             dist.all_reduce(log_ratio, group=mpu.get_context_parallel_group())
         gather = gather_over(mpu.get_data_parallel_group(with_context_parallel=False))
-        index = torch.tensor(rollout_data["sample_indices"], device=log_ratio.device)
-        _check_whole(gather(index)[0])
-        ones = torch.ones(len(index), device=log_ratio.device)
-        group = index >> (2 * _FIELD)
-        weights, metrics = fold(ones, log_ratio, group, estimator, gather)
+        ones = torch.ones(len(log_ratio), device=log_ratio.device)
+        if "group_indices" in rollout_data:
+            group = torch.tensor(rollout_data["group_indices"], device=log_ratio.device)
+            size = args.n_samples_per_prompt
+        else:
+            index = torch.tensor(rollout_data["sample_indices"], device=log_ratio.device)
+            _check_whole(gather(index)[0])
+            group, size = index >> (2 * _FIELD), None
+        weights, metrics = fold(ones, log_ratio, group, estimator, gather, group_size=size)
         rollout_data["advantages"] = [
             advantage * weight
             for advantage, weight in zip(rollout_data["advantages"], weights, strict=True)
@@ -184,6 +189,8 @@ def _check_whole(index_N: Tensor) -> None:
 
 def _missing(rollout_data: RolloutData) -> dict[str, str]:
     wrong = {}
+    if None in rollout_data.get("group_indices", []):
+        wrong["group_index"] = "a sample has none; the data source must set it"
     if not rollout_data.get("log_probs"):
         wrong["get_mismatch_metrics"] = "must be set, so that slime recomputes the log-probs"
     if not rollout_data.get("rollout_log_probs"):

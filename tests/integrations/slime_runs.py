@@ -34,6 +34,7 @@ ARGUMENTS = {
     "kl_loss_coef": 0.0,
     "rewards_normalization": True,
     "grpo_std_normalization": False,
+    "n_samples_per_prompt": 4,
 }
 """What the adapter reads of slime's arguments, as it wants them."""
 
@@ -50,8 +51,16 @@ class Trajectory:
     mask: list[int]
 
 
-def case() -> list[Trajectory]:
-    """Groups of 4, 4 and 1 trajectories (ids 5, 2, 9) in any order, lengths 3 to 11."""
+def case(groups_of_four: bool = False) -> list[Trajectory]:
+    """Groups of 4, 4 and 1 trajectories (ids 5, 2, 9) in any order, lengths 3 to 11.
+
+    groups_of_four: without the group of one.
+    """
+    whole = _case()
+    return [t for t in whole if t.group != 9] if groups_of_four else whole
+
+
+def _case() -> list[Trajectory]:
     rng = random.Random(0)
     groups = [5, 2, 5, 2, 9, 2, 5, 5, 2]
     rewards = [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
@@ -66,8 +75,11 @@ def case() -> list[Trajectory]:
     return trajectories
 
 
-def driver(folder: str) -> None:
-    """slime's own driver; writes one shard for each of two data-parallel ranks."""
+def driver(folder: str, rewards: str = "hook") -> None:
+    """slime's own driver; writes one shard for each of two data-parallel ranks.
+
+    rewards: "hook" for the adapter's post-processing, "own" for somebody else's.
+    """
     stand_in_for("ray", "sglang", "requests", "urllib3", "wandb", "pybase64")
     from slime.ray import rollout
     from slime.utils.types import Sample
@@ -84,7 +96,9 @@ def driver(folder: str) -> None:
         balance_by_flops=False,
         balance_data=False,
     )
-    manager.custom_reward_post_process_func = hooks.group_rewards
+    manager.custom_reward_post_process_func = (
+        hooks.group_rewards if rewards == "hook" else own_rewards
+    )
     manager.custom_convert_samples_to_train_data_func = None
     manager.train_parallel_config = {
         "dp_size": 2,
@@ -103,8 +117,9 @@ def driver(folder: str) -> None:
             loss_mask=t.mask,
             rollout_log_probs=t.behaviour,
         )
-        for i, t in enumerate(case())
+        for i, t in enumerate(case(rewards == "own"))
     ]
+    manager.args.global_batch_size = len(samples)
     data = manager._convert_samples_to_train_data(samples)
     shards = [box.inner for box in manager._split_train_data_by_dp(data)]
     for shard in shards:
@@ -113,13 +128,19 @@ def driver(folder: str) -> None:
     torch.save(shards, Path(folder) / "shards.pt")
 
 
+def own_rewards(args: Namespace, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """A reward post-processing that knows nothing of the adapter."""
+    raw = [sample.reward for sample in samples]
+    return raw, [reward + 0.5 for reward in raw]
+
+
 def learner(folder: str, context: str) -> None:
     """Weighs this rank's shard; with context parallelism by slime's own functions."""
     dist.init_process_group("gloo")
     mpu.initialize_model_parallel(context_parallel_size=int(context))
     data = mpu.get_data_parallel_rank()
     shard = torch.load(Path(folder) / "shards.pt")[data]
-    whole = case()
+    whole = case("group_indices" in shard)
     trajectories = [whole[j] for j in shard["partition"]]
     shard["log_probs"] = [torch.tensor(t.current) for t in trajectories]
     args = Namespace(**ARGUMENTS)

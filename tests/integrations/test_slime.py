@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_gmc.integrations import slime as hooks
 from tests.distributed import run_ranks
 from tests.estimators.oracle import Member, trajectory_weights
 from tests.integrations.slime_runs import ARGUMENTS, case
+from tools.patches import change, fitting, read_sets
 
 SOURCE = os.environ.get("MEGATRON_GMC_SLIME")
 needs_source = pytest.mark.skipif(
@@ -70,9 +72,11 @@ def recorded_shards() -> list[dict[str, Any]]:
     return shards
 
 
-def check_ranks(folder: Path, ranks: int) -> None:
+def check_ranks(
+    folder: Path, ranks: int, error: str = "sample_indices: groups [2, 5] are not whole"
+) -> None:
     """Weights against the oracle, metrics alike on all ranks, a broken group refused by name."""
-    whole = case()
+    whole = case("every group must have" in error)
     members = [
         Member(
             sum(c - b for c, b, used in zip(t.current, t.behaviour, t.mask, strict=True) if used)
@@ -90,8 +94,8 @@ def check_ranks(folder: Path, ranks: int) -> None:
             seen.add(j)
         assert result["metrics"] == results[0]["metrics"]
         assert "ratio/retained_mass" in result["metrics"]
-        assert result["error"].startswith("sample_indices: groups [2, 5] are not whole")
-    assert seen == set(range(9))
+        assert error in result["error"]
+    assert seen == set(range(len(whole)))
 
 
 def test_weights_on_recorded_shapes(tmp_path: Path) -> None:
@@ -113,6 +117,22 @@ def test_around_slimes_own_functions(tmp_path: Path) -> None:
             assert reward == pytest.approx(case()[j].reward - statistics.fmean(group))
     run_ranks(WORKERS, "learner", 4, str(tmp_path), "2", path=(SOURCE,))
     check_ranks(tmp_path, 4)
+
+
+@needs_source
+def test_the_patch_leaves_the_reward_hook_to_others(tmp_path: Path) -> None:
+    """patches/slime: group ids reach the learner beside a reward post-processing of one's own."""
+    assert SOURCE is not None
+    copy = tmp_path / "source"
+    shutil.copytree(Path(SOURCE, "slime"), copy / "slime")
+    chosen = fitting(read_sets(), copy, "slime")
+    with pytest.raises(KeyError, match="group_indices"):
+        run_ranks(WORKERS, "driver", 1, str(tmp_path), "own", path=(str(copy),))
+        torch.load(tmp_path / "shards.pt")[0]["group_indices"]
+    assert change(chosen, copy, revert=False)
+    run_ranks(WORKERS, "driver", 1, str(tmp_path), "own", path=(str(copy),))
+    run_ranks(WORKERS, "learner", 2, str(tmp_path), "1", path=(str(copy),))
+    check_ranks(tmp_path, 2, "every group must have 4 trajectories over all ranks")
 
 
 def test_rewards_are_normalised_by_id() -> None:
