@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_gmc.config import Config
+from megatron_gmc.metrics import read_metrics
 from megatron_gmc.run_folder import RunFolder, write_atomically
-from megatron_gmc.run_log import read_metrics
 
 _PHASES = ("wait", "learn", "publish", "checkpoint")
 

@@ -132,8 +132,8 @@ class RunFolder:
             raise ConfigError(
                 f"train.output_dir: {self.path} holds no run to resume; leave --resume out"
             )
-        before = _flatten(yaml.safe_load(self.config.read_text()))
-        now = _flatten(yaml.safe_load(dump_config(config)))
+        before = flatten(yaml.safe_load(self.config.read_text()))
+        now = flatten(yaml.safe_load(dump_config(config)))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and not key.startswith(_FREE_ON_RESUME):
                 raise ConfigError(
@@ -161,12 +161,13 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+def flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """A nested config as dotted keys, in the config's order."""
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     flat: dict[str, object] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.")
+        flat |= flatten(value, f"{prefix}{key}.")
     return flat
 
 

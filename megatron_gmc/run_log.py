@@ -127,17 +127,3 @@ def _drop_unfinished_line(path: Path) -> None:
     if path.exists():
         written = path.read_bytes()
         os.truncate(path, written.rfind(b"\n") + 1)
-
-
-def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read a metrics.jsonl back: for each metric its (step, value) pairs in step order.
-
-    Where a step stands twice, a resumed run wrote it again, and the later line counts.
-    """
-    series: dict[str, dict[int, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        step = int(entry.pop("step"))
-        for name, value in entry.items():
-            series.setdefault(name, {})[step] = float(value)
-    return {name: sorted(points.items()) for name, points in series.items()}

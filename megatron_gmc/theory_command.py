@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_gmc.errors import ConfigError, blamed_on
+from megatron_gmc.metrics import read_metrics
 from megatron_gmc.run_folder import RunFolder
-from megatron_gmc.run_log import read_metrics
 from megatron_gmc.theory import bounds, log_normal
 
 TARGET = 0.05

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_gmc.config import WandbConfig
-from megatron_gmc.run_log import RunLog, read_metrics
+from megatron_gmc.metrics import read_metrics
+from megatron_gmc.run_log import RunLog
 
 
 def test_a_resumed_run_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
