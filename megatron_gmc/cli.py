@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_gmc.errors import UserError
+from megatron_gmc.reading_cli import add_reading_commands
 
 # Numerics and speed of this program depend on these, and libraries read them when they load.
 _ENVIRONMENT = {
@@ -20,6 +21,8 @@ _ENVIRONMENT = {
 }
 
 _ORDERS = ("largest-weights", "most-capped", "oldest")
+# Their configs' fields can be overridden on the command line.
+_OVERRIDABLE = ("train", "sft", "simulate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command in ("convert", "theory", "inspect"):
+    if rest and options.command not in _OVERRIDABLE:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -115,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--step", type=int, help="groups of this step alone")
     inspect.add_argument("--groups", type=int, default=10, help="rows of a table; default: 10")
     inspect.set_defaults(run=_inspect)
+    add_reading_commands(commands)
     return parser
 
 
