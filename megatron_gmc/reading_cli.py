@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
 def add_reading_commands(commands: Commands) -> None:
     """Add them to the parser's subcommands; heavy imports stand inside the functions below."""
+    report = commands.add_parser("report", help="one HTML page about runs or a sweep")
+    report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run or sweep folder")
+    report.add_argument("--output", type=Path, help="file to write; default: report.html in RUN")
+    report.add_argument(
+        "--tokens", type=int, help="tokens of recorded trajectories to include; default: 60000"
+    )
+    report.set_defaults(run=_report)
+
     watch = commands.add_parser("watch", help="follow a run in the terminal by reading its files")
     watch.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     watch.add_argument("--once", action="store_true", help="show it once and return")
@@ -19,6 +27,12 @@ def add_reading_commands(commands: Commands) -> None:
         "--every", type=float, default=2.0, metavar="SECONDS", help="how often to look; default: 2"
     )
     watch.set_defaults(run=_watch)
+
+
+def _report(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.report_command import report
+
+    return report(options.folders, output=options.output, tokens=options.tokens)
 
 
 def _watch(options: argparse.Namespace, rest: list[str]) -> int:

@@ -98,13 +98,20 @@ class RunRecord:
 
     @property
     def lag(self) -> str:
-        """`16 (exact)` or `≤ 16 (bounded)`; a lag that changes is named by its range."""
+        """`16 (exact)` or `≤ 16 (bounded)`."""
         for kind, before in (("exact", ""), ("bounded", "≤ ")):
             value = self.settings.get(f"rollout.lag.{kind}")
             if isinstance(value, int):
-                return f"{before}{value} ({kind})"
-        seen = [*self.values("lag/min"), *self.values("lag/max")]
-        return f"{min(seen):g} to {max(seen):g}" if seen else "changing"
+                return f"{before}{value} ({kind}{', changing at first' if self._ramped else ''})"
+        return "?"
+
+    @property
+    def _ramped(self) -> bool:
+        """Whether the config gives the first steps other lags."""
+        return any(
+            key.startswith(("rollout.lag.ramp", "rollout.lag.first")) and bool(value)
+            for key, value in self.settings.items()
+        )
 
     @property
     def seed(self) -> int | None:

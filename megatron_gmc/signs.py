@@ -14,6 +14,7 @@ MISMATCH_SD = 1.0
 RETAINED_MASS = 0.3
 ESS_OF_ONE = 1.25
 """Times 1/G: below it one trajectory of a group holds nearly all of the weight."""
+ENTROPY = "entropy/mean"
 ENTROPY_LEFT = 0.1
 """Share of the first steps' entropy below which a policy counts as collapsed."""
 IDLE = 0.5
@@ -99,17 +100,16 @@ def _concentrated(run: RunRecord) -> str | None:
 
 
 def _entropy(run: RunRecord) -> str | None:
-    for name in run.series:
-        if name.rpartition("/")[2] != "entropy":
-            continue
-        first = statistics.median(run.values(name)[:_WINDOW])
-        now = _recent(run, name)
-        if now is not None and len(run.values(name)) > _WINDOW and now < ENTROPY_LEFT * first:
-            return (
-                f"The policy's entropy fell from {first:.3g} to {now:.3g}: it answers nearly the "
-                "same every time. Lower the step size, or look at what the reward asks for."
-            )
-    return None
+    values, now = run.values(ENTROPY), _recent(run, ENTROPY)
+    if now is None or len(values) <= _WINDOW:
+        return None
+    first = statistics.median(values[:_WINDOW])
+    if now >= ENTROPY_LEFT * first:
+        return None
+    return (
+        f"The policy's entropy fell from {first:.3g} to {now:.3g}: it answers nearly the same "
+        "every time. Lower the step size, or look at what the reward asks for."
+    )
 
 
 def _idle(run: RunRecord) -> str | None:

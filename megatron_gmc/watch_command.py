@@ -48,7 +48,7 @@ def watch(folder: Path, *, once: bool, every_s: float) -> int:
     """
     if not every_s > 0:
         raise ConfigError(f"--every must be above 0 seconds, got {every_s:g}")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     run = RunRecord.read(folder)
     if once:
         console.print(view(run, silent_s(run)))

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import browser, opened
 from tests.distributed import run_ranks
 from tests.runs import TIMEOUT_S, end_world, make_task, sft_tree, train_tree, write_config
+
+__all__ = ["browser", "opened"]
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ def test_trends(tmp_path: Path) -> None:
     for line in lines:
         step = int(line["step"])
         if "time/step_s" in line:
-            line |= {"response/truncated_share": step / 100, "policy/entropy": 2 * 0.8**step}
+            line |= {"response/truncated_share": step / 100, "entropy/mean": 2 * 0.8**step}
     texts = [s.text for s in bad_signs(RunRecord.read(write_run(tmp_path / "run", lines)))]
     assert len(texts) == 2
     assert texts[0].startswith("The policy's entropy fell from")
@@ -147,3 +147,22 @@ def test_silence_is_counted_from_the_last_line(
     os.utime(folder / "metrics.jsonl", (then, then))
     assert main(["watch", str(folder), "--once"]) == 0
     assert "silent for 1:00:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lag", "shown_as"),
+    [
+        ({"exact": 16, "bounded": None}, "16 (exact)"),
+        ({"exact": None, "bounded": 4}, "≤ 4 (bounded)"),
+        (
+            {"exact": 16, "bounded": None, "ramp": {"start": 0, "steps": 8}},
+            "16 (exact, changing at first)",
+        ),
+        ({"exact": 16, "bounded": None, "ramp": None, "first": []}, "16 (exact)"),
+    ],
+)
+def test_a_lag_is_named_with_its_kind(
+    tmp_path: Path, lag: dict[str, object], shown_as: str
+) -> None:
+    run = RunRecord.read(write_run(tmp_path / "run", course(1), tree=settings(rollout__lag=lag)))
+    assert run.lag == shown_as
