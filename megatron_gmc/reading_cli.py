@@ -20,6 +20,14 @@ def add_reading_commands(commands: Commands) -> None:
     )
     report.set_defaults(run=_report)
 
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="a checkpoint or a running engine on one or more tasks",
+        epilog="Any field of the config can be overridden: --sampling.samples 16",
+    )
+    evaluate.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    evaluate.set_defaults(run=_evaluate)
+
     watch = commands.add_parser("watch", help="follow a run in the terminal by reading its files")
     watch.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     watch.add_argument("--once", action="store_true", help="show it once and return")
@@ -33,6 +41,16 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.report_command import report
 
     return report(options.folders, output=options.output, tokens=options.tokens)
+
+
+def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.evaluate.config import EvaluateConfig
+    from megatron_gmc.settings import load_config
+
+    config = load_config(EvaluateConfig, options.config, rest)
+    from megatron_gmc.evaluate_command import evaluate
+
+    return evaluate(config)
 
 
 def _watch(options: argparse.Namespace, rest: list[str]) -> int:

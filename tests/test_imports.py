@@ -33,6 +33,15 @@ ALLOWED = {
         "megatron_gmc.run_record",
         "megatron_gmc.signs",
     },
+    "evaluate": {
+        "megatron_gmc.config",
+        "megatron_gmc.errors",
+        "megatron_gmc.rollout",
+        "megatron_gmc.run_folder",
+        "megatron_gmc.settings",
+        "megatron_gmc.setup_checks",
+        "megatron_gmc.tasks",
+    },
 }
 # Third parties that a room must never import, directly at least.
 FORBIDDEN = {
@@ -44,6 +53,7 @@ FORBIDDEN = {
     "theory": {"megatron", "transformers", "pydantic", "torch.distributed"},
     "integrations": {"pydantic"},
     "report": {"megatron", "torch", "transformers"},
+    "evaluate": {"megatron", "torch"},
 }
 
 

@@ -1,0 +1,1 @@
+"""Evaluation of a checkpoint or a running engine on tasks: sampling, votes, statistics, record."""
