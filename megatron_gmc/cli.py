@@ -22,7 +22,7 @@ _ENVIRONMENT = {
 
 _ORDERS = ("largest-weights", "most-capped", "oldest")
 # Their configs' fields can be overridden on the command line.
-_OVERRIDABLE = ("train", "sft", "simulate", "evaluate")
+_OVERRIDABLE = ("train", "sft", "simulate", "evaluate", "sweep")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

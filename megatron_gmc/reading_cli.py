@@ -36,6 +36,17 @@ def add_reading_commands(commands: Commands) -> None:
     )
     watch.set_defaults(run=_watch)
 
+    sweep = commands.add_parser(
+        "sweep",
+        help="a grid of training runs, on this machine or as a SLURM array",
+        epilog="Any field of the sweep's config can be overridden: --output_dir runs/again",
+    )
+    sweep.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    sweep.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
+    sweep.add_argument("--retry-failed", action="store_true", help="run failed ones again")
+    sweep.add_argument("--slurm", action="store_true", help="write an array script, run nothing")
+    sweep.set_defaults(run=_sweep)
+
 
 def _report(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.report_command import report
@@ -57,3 +68,13 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.watch_command import watch
 
     return watch(options.folder, once=options.once, every_s=options.every)
+
+
+def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.settings import load_config
+    from megatron_gmc.sweep.config import SweepConfig
+
+    config = load_config(SweepConfig, options.config, rest)
+    from megatron_gmc.sweep_command import sweep
+
+    return sweep(config, jobs=options.jobs, retry_failed=options.retry_failed, slurm=options.slurm)

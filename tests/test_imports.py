@@ -33,6 +33,12 @@ ALLOWED = {
         "megatron_gmc.run_record",
         "megatron_gmc.signs",
     },
+    "sweep": {
+        "megatron_gmc.config",
+        "megatron_gmc.errors",
+        "megatron_gmc.run_folder",
+        "megatron_gmc.settings",
+    },
     "evaluate": {
         "megatron_gmc.config",
         "megatron_gmc.errors",
@@ -54,6 +60,7 @@ FORBIDDEN = {
     "integrations": {"pydantic"},
     "report": {"megatron", "torch", "transformers"},
     "evaluate": {"megatron", "torch"},
+    "sweep": {"megatron", "torch"},
 }
 
 
