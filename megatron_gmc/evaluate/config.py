@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gmc.config import PositiveFloat, Section
+from megatron_gmc.section import PositiveFloat, Section
 from megatron_gmc.tasks.config import TaskConfig
 
 Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]

@@ -128,6 +128,9 @@ class HttpEngine:
                 self._published.discard(version)
             raise
 
+    async def release_memory(self) -> None:
+        """It shares no device with a learner."""
+
     async def close(self) -> None:
         await self._session.close()
 

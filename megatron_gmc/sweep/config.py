@@ -12,8 +12,9 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from megatron_gmc.config import Config, Section
+from megatron_gmc.config import Config
 from megatron_gmc.errors import ConfigError
+from megatron_gmc.section import Section
 from megatron_gmc.settings import load_config
 
 Key = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]
