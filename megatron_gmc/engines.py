@@ -85,10 +85,7 @@ def _servers(
     config: Config, sglang: SglangConfig, folder: RunFolder
 ) -> list[tuple[str, SglangServer | RunningServer]]:
     if sglang.addresses:
-        keys = Keys(
-            api=_from_environment("api_key_variable", sglang.api_key_variable),
-            admin=_from_environment("admin_api_key_variable", sglang.admin_api_key_variable),
-        )
+        keys = keys_of(sglang)
         return [(f"SGLang at {one}", RunningServer(one, keys)) for one in sglang.addresses]
     started: list[tuple[str, SglangServer | RunningServer]] = []
     for number in range(sglang.servers or 0):
@@ -104,6 +101,14 @@ def _servers(
         name = f"SGLang server {number}"
         started.append((name, SglangServer(name, plan)))
     return started
+
+
+def keys_of(sglang: SglangConfig) -> Keys:
+    """The keys that the environment holds; raises ConfigError where it lacks one."""
+    return Keys(
+        api=_from_environment("api_key_variable", sglang.api_key_variable),
+        admin=_from_environment("admin_api_key_variable", sglang.admin_api_key_variable),
+    )
 
 
 def _from_environment(field: str, variable: str) -> str:

@@ -15,7 +15,7 @@ from megatron_gmc.rollout.http_session import ConnectionLostError
 
 LOG_LINES = 5  # of the engine's log that an error quotes
 DEATH_S = 2.0  # how long a process may take to be seen dead after its connection broke
-CLOSE_S = 5.0  # how long it may take to end on SIGTERM
+CLOSE_S = 5.0  # how long it may take to end once its standard input is closed
 
 
 class EngineProcess:
@@ -77,21 +77,24 @@ class EngineProcess:
             raise EngineError(self.ending())
         return line
 
+    async def wait(self) -> None:
+        """Return once it has ended."""
+        assert self._process is not None
+        await self._process.wait()
+
     async def close(self) -> None:
-        """End it and its children, by force where they do not end on SIGTERM; may be repeated."""
+        """End it by closing its standard input, by force where it stays; may be repeated."""
         process = self._process
         if process is None:
             return
+        if process.stdin is not None:
+            process.stdin.close()
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), CLOSE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
 
     @contextlib.asynccontextmanager
     async def death_explained(self) -> AsyncIterator[None]:

@@ -227,7 +227,8 @@ def test_answers_of_an_earlier_life_change_nothing() -> None:
     with running(driver):
         learn(driver, range(12))
     assert slow.deaths >= 1
-    assert slow.starts == slow.deaths + 1
+    # The last death may come too late for another life.
+    assert slow.deaths <= slow.starts <= slow.deaths + 1
 
 
 def test_counts_add_up() -> None:

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARENT_CHECK_S = 1.0
@@ -30,6 +32,10 @@ def main() -> int:
     if not token:
         print("error: the first line of standard input must be a token", file=sys.stderr)
         return 2
+    # SLURM sends what is meant for the ranks to every process of a job step; the run that ends in
+    # good order still needs samples, and closes standard input when it does not.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     return _serve(arguments.folder, arguments.version, token, report)
 
@@ -65,7 +71,14 @@ def _serve(folder: Path, version: int, token: str, report: int) -> int:
     listener.listen()
     os.write(report, json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
     os.close(report)
-    uvicorn.Server(config).run(sockets=[listener])
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Leave signals as they are."""
+            yield
+
+    Server(config).run(sockets=[listener])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A SGLang server that this program starts, watches and ends, on a loopback port."""
+"""A SGLang server that this program starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megatron_gmc.rollout.http_session import HttpSession
 SERVE = Path(__file__).resolve().parent / "server_side" / "serve.py"
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
+
+LOOPBACK = "127.0.0.1"
 
 Option = bool | int | float | str
 
@@ -74,7 +76,8 @@ class ServerPlan:
 
     `python` has SGLang installed. `folder` is the Hugging Face folder that it starts from, as
     version 0. `options` are SGLang's, without the dashes; True stands for a bare flag, False
-    leaves it out. `port` None takes a free one. `tensor` is its tensor parallel size.
+    leaves it out. `host` is the address it listens at, `port` None takes a free one. `tensor` is
+    its tensor parallel size.
     """
 
     python: Path
@@ -82,6 +85,7 @@ class ServerPlan:
     log: Path
     start_timeout_s: float
     options: Mapping[str, Option] = field(default_factory=dict)
+    host: str = LOOPBACK
     port: int | None = None
     tensor: int = 1
     cpu: bool = False
@@ -90,8 +94,8 @@ class ServerPlan:
 class SglangServer:
     """The process of one server. `start` may be called again once `close` has ended it."""
 
-    def __init__(self, name: str, plan: ServerPlan) -> None:
-        self.keys = Keys()
+    def __init__(self, name: str, plan: ServerPlan, keys: Keys | None = None) -> None:
+        self.keys = keys or Keys()
         self._name = name
         self._plan = plan
         self._process = EngineProcess(name, plan.log)
@@ -116,7 +120,7 @@ class SglangServer:
                 json.dumps(keys),
                 reports=False,
             )
-            address = f"http://127.0.0.1:{port}"
+            address = f"http://{self._plan.host}:{port}"
             async with asyncio.timeout(self._plan.start_timeout_s):
                 await self._serves(address)
         except TimeoutError as error:
@@ -160,7 +164,7 @@ def command(plan: ServerPlan, port: int) -> list[str]:
         **(CPU_OPTIONS if plan.cpu else {}),
         **plan.options,
         "model-path": str(plan.folder.resolve()),
-        "host": "127.0.0.1",
+        "host": plan.host,
         "port": port,
         "weight-version": "0",
         "tp-size": plan.tensor,
@@ -189,8 +193,10 @@ def environment(plan: ServerPlan, base: Mapping[str, str]) -> dict[str, str]:
             "MEGATRON_GMC_SGLANG_CPU": "1",
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",  # its ranks, and the weights' group, stay on this machine
         }
+        if plan.host == LOOPBACK:
+            # Its ranks, and the weights' group, stay on this machine.
+            kept["GLOO_SOCKET_IFNAME"] = "lo"
     return kept
 
 
