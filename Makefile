@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test lint types check sglang-cpu host-test clean
+.PHONY: demo setup system test lint types check sglang-cpu host-test clean
 
 demo: setup
 	$(BIN)/python examples/arithmetic_cpu/demo.py
@@ -28,7 +28,11 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt pyproject.toml setup.py
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-test: lint types
+# SLURM, shellcheck and a browser for the tests that need them.
+system:
+	tools/system_packages.sh
+
+test: system lint types
 	$(BIN)/python -m pytest
 
 lint: setup
