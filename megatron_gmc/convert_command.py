@@ -44,11 +44,11 @@ def _to_megatron(source: Path, target: Path) -> int:
         shape = load_shape(source)
         check_tensors(tensor_shapes(source), shape)
     mesh = Mesh.create(1, 1)
-    model = build_model(shape, mesh)
+    chunks = build_model(shape, mesh)
     with blamed_on(str(source)):
-        load_weights(model, shape, mesh, stream_tensors(source))
+        load_weights(chunks, shape, mesh, stream_tensors(source))
     with writing(target), committed_folder(target, mesh) as partial:
-        save_model(partial, model)
+        save_model(partial, chunks)
     return _done(mesh, f"wrote the Megatron checkpoint {target}")
 
 
@@ -56,10 +56,10 @@ def _to_hugging_face(source: Path, target: Path, like: Path) -> int:
     with blamed_on(str(like)):
         shape = load_shape(like)
     mesh = Mesh.create(1, 1)
-    model = build_model(shape, mesh)
+    chunks = build_model(shape, mesh)
     with blamed_on(f"--like {like}"):
-        load_model(source, model)
-    write_weights(named_weights(model, shape, mesh), mesh, like, target)
+        load_model(source, chunks)
+    write_weights(named_weights(chunks, shape, mesh), mesh, like, target)
     return _done(mesh, f"wrote the Hugging Face folder {target}")
 
 

@@ -1,92 +1,19 @@
-"""The shape of a policy, read from the config.json of a Hugging Face folder.
-
-Every key of config.json is accounted for: read, required to have the one value under which it
-changes nothing, or known not to touch the maths. Anything else is refused by name, since a key
-that we ignore and transformers heeds would part the two models without a word.
-"""
+"""The shape of a policy, read from the config.json of a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-JsonTree = Mapping[str, object]
-
-_ARCHITECTURE = "Qwen3ForCausalLM"
-
-_READ = frozenset(
-    {
-        "architectures",
-        "head_dim",
-        "hidden_size",
-        "initializer_range",
-        "intermediate_size",
-        "layer_types",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "sliding_window",
-        "tie_word_embeddings",
-        "use_sliding_window",
-        "vocab_size",
-    }
-)
-
-_REQUIRED_VALUE: Mapping[str, object] = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
-}
-
-# Bookkeeping of transformers, generation and training set-ups.
-_NO_MATHS = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_name_or_path",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "max_window_layers",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "use_return_dict",
-    }
-)
-
-_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta"})
+from megatron_gmc.convert.families import Family, family_of
+from megatron_gmc.convert.fields import JsonTree, count, flag, positive
+from megatron_gmc.convert.rope import read_rope
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that fix a Qwen3 model: RMSNorm, SwiGLU, grouped queries, normed q and k, RoPE.
+    """The numbers that fix a decoder of RMSNorm, SwiGLU, grouped queries and RoPE.
 
     Widths are in elements; `max_positions` is in tokens.
     """
@@ -94,7 +21,7 @@ class ModelShape:
     layers: int
     hidden: int
     ffn: int
-    """Width of the MLP between its gate and its down projection."""
+    """Width of the MLP, or of one expert, between its gate and its down projection."""
     heads: int
     query_groups: int
     """Key and value heads; each serves heads / query_groups query heads."""
@@ -109,6 +36,18 @@ class ModelShape:
     """Whether the output layer shares the embedding's weight."""
     initializer_range: float
     """Standard deviation of freshly drawn weights."""
+    qk_norm: bool = True
+    """Whether queries and keys are normed head by head."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values add a bias."""
+    rope_factor: float | None = None
+    """By how much Llama 3's scaling stretches long rotary wavelengths; None without scaling."""
+    experts: int = 0
+    """Experts in every layer's MLP; 0 where the MLP is a plain one."""
+    experts_per_token: int = 0
+    """To how many experts a token goes."""
+    normalised_gates: bool = False
+    """Whether the gates of a token's experts are divided by their sum."""
 
 
 def load_shape(folder: Path) -> ModelShape:
@@ -139,29 +78,30 @@ def load_shape(folder: Path) -> ModelShape:
 
 def parse_shape(tree: JsonTree) -> ModelShape:
     """The shape that a config.json describes, once parsed; raises ValueError as `load_shape`."""
-    architectures = tree.get("architectures")
-    if architectures != [_ARCHITECTURE]:
-        raise ValueError(f"architectures: {architectures}; supported is ['{_ARCHITECTURE}']")
-    for key, required in _REQUIRED_VALUE.items():
-        if tree.get(key, required) != required:
-            raise ValueError(f"{key}: {tree[key]!r} is not supported; it must be {required!r}")
-    unknown = sorted(set(tree) - _READ - set(_REQUIRED_VALUE) - _NO_MATHS)
-    if unknown:
-        raise ValueError(f"{unknown[0]}: unknown field, which may change what the model computes")
+    family = family_of(tree)
     _check_full_attention(tree)
+    hidden, heads = count(tree, "hidden_size"), count(tree, "num_attention_heads")
+    theta, factor = read_rope(tree, llama3=family.llama3_rope)
+    mixture = _Mixture.read(tree) if family.mixture else _Mixture()
     shape = ModelShape(
-        layers=_count(tree, "num_hidden_layers"),
-        hidden=_count(tree, "hidden_size"),
-        ffn=_count(tree, "intermediate_size"),
-        heads=_count(tree, "num_attention_heads"),
-        query_groups=_count(tree, "num_key_value_heads"),
-        head_size=_count(tree, "head_dim"),
-        vocab_size=_count(tree, "vocab_size"),
-        max_positions=_count(tree, "max_position_embeddings"),
-        norm_epsilon=_positive(tree, "rms_norm_eps"),
-        rope_theta=_rope_theta(tree),
-        tied=_flag(tree, "tie_word_embeddings"),
-        initializer_range=_positive(tree, "initializer_range"),
+        layers=count(tree, "num_hidden_layers"),
+        hidden=hidden,
+        ffn=count(tree, "moe_intermediate_size" if family.mixture else "intermediate_size"),
+        heads=heads,
+        query_groups=count(tree, "num_key_value_heads"),
+        head_size=_head_size(tree, family, hidden, heads),
+        vocab_size=count(tree, "vocab_size"),
+        max_positions=count(tree, "max_position_embeddings"),
+        norm_epsilon=positive(tree, "rms_norm_eps"),
+        rope_theta=theta,
+        tied=flag(tree, "tie_word_embeddings"),
+        initializer_range=positive(tree, "initializer_range"),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        rope_factor=factor,
+        experts=mixture.experts,
+        experts_per_token=mixture.per_token,
+        normalised_gates=mixture.normalised_gates,
     )
     if shape.heads % shape.query_groups:
         raise ValueError(
@@ -173,6 +113,41 @@ def parse_shape(tree: JsonTree) -> ModelShape:
     return shape
 
 
+@dataclass(frozen=True)
+class _Mixture:
+    experts: int = 0
+    per_token: int = 0
+    normalised_gates: bool = False
+
+    @classmethod
+    def read(cls, tree: JsonTree) -> _Mixture:
+        # transformers 5 writes num_local_experts where earlier ones wrote num_experts.
+        names = [key for key in ("num_experts", "num_local_experts") if key in tree]
+        sizes = {key: count(tree, key) for key in names or ("num_experts",)}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"num_experts: given twice and differently, {sizes}")
+        experts, per_token = next(iter(sizes.values())), count(tree, "num_experts_per_tok")
+        if per_token > experts:
+            raise ValueError(f"num_experts_per_tok: {per_token} is more than the {experts} experts")
+        normalised = flag(tree, "norm_topk_prob")
+        if normalised and per_token == 1:
+            raise ValueError(
+                "norm_topk_prob: true with num_experts_per_tok 1; every gate would be 1 and the "
+                "router would never learn"
+            )
+        return cls(experts, per_token, normalised)
+
+
+def _head_size(tree: JsonTree, family: Family, hidden: int, heads: int) -> int:
+    """`head_dim`, or hidden / heads without it, as transformers has it."""
+    # Without it, transformers would give Qwen3 heads of 128 whatever the widths are.
+    if tree.get("head_dim") is not None or family.model_type == "qwen3":
+        return count(tree, "head_dim")
+    if hidden % heads:
+        raise ValueError(f"num_attention_heads: {heads} does not divide hidden_size {hidden}")
+    return hidden // heads
+
+
 def _check_full_attention(tree: JsonTree) -> None:
     if tree.get("use_sliding_window", False):
         raise ValueError(
@@ -182,53 +157,3 @@ def _check_full_attention(tree: JsonTree) -> None:
     types = tree.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise ValueError(f"layer_types: {types!r}; only 'full_attention' is supported")
-
-
-def _rope_theta(tree: JsonTree) -> float:
-    """`rope_parameters` is how transformers 5 writes it; `rope_theta` and `rope_scaling` before."""
-    sources = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        parameters = tree.get(key)
-        if parameters is None:
-            continue
-        if not isinstance(parameters, dict):
-            raise ValueError(f"{key}: {parameters!r} is no mapping")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default" or set(parameters) - _ROPE_KEYS:
-            raise ValueError(f"{key}: {parameters!r} is not supported; rope_type must be 'default'")
-        if "rope_theta" in parameters:
-            sources[f"{key}.rope_theta"] = _positive(parameters, "rope_theta")
-    if "rope_theta" in tree:
-        sources["rope_theta"] = _positive(tree, "rope_theta")
-    if not sources:
-        raise ValueError("rope_theta: missing, both at the top and in rope_parameters")
-    if len(set(sources.values())) > 1:
-        raise ValueError(f"rope_theta: given twice and differently, {sources}")
-    return next(iter(sources.values()))
-
-
-def _field(tree: JsonTree, key: str) -> object:
-    if tree.get(key) is None:
-        raise ValueError(f"{key}: missing")
-    return tree[key]
-
-
-def _count(tree: JsonTree, key: str) -> int:
-    value = _field(tree, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: {value!r} must be a whole number above 0")
-    return value
-
-
-def _positive(tree: JsonTree, key: str) -> float:
-    value = _field(tree, key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{key}: {value!r} must be a number above 0")
-    return float(value)
-
-
-def _flag(tree: JsonTree, key: str) -> bool:
-    value = _field(tree, key)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}: {value!r} must be true or false")
-    return value

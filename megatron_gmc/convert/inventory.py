@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
+from megatron_gmc.convert.experts import separated
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.convert.mapping import OUTPUT, Layout, layouts
 
@@ -27,7 +30,8 @@ class Inventory:
             raise ValueError(
                 f"tensor {name}: given twice"
                 if name in layouts(self._shape)
-                else f"tensor {name}: not part of a Qwen3 model of {self._shape.layers} layers"
+                else f"tensor {name}: not part of the model that config.json describes, of "
+                f"{self._shape.layers} layers"
             )
         if size != layout.shape:
             raise ValueError(
@@ -49,5 +53,6 @@ def check_tensors(found: Iterable[tuple[str, tuple[int, ...]]], shape: ModelShap
     """Raise ValueError, naming the tensor, unless `found` (names, shapes) are `shape`'s tensors."""
     inventory = Inventory(shape)
     for name, size in found:
-        inventory.tick(name, size)
+        for part, tensor in separated(name, torch.empty(size, device="meta"), shape):
+            inventory.tick(part, tuple(tensor.shape))
     inventory.finish()

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor of a Qwen3 model lies in megatron-core's GPTModel.
+"""Where each Hugging Face tensor of a model lies in megatron-core's GPTModel.
 
 Pure names and layouts, no process groups. Names are those of megatron-core's local layer spec;
 `local_spec_name` brings transformer-engine's names to them.
@@ -12,6 +12,7 @@ description serves whole and sharded parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,9 @@ OUTPUT = "lm_head.weight"
 _EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 _OUTPUT_PARAMETER = "output_layer.weight"
 _LAYER = "decoder.layers."
+_MLP_NORM = "pre_mlp_layernorm"
+_EXPERTS = "experts.local_experts."
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ class Layout:
     """The Megatron parameters that hold it, layers numbered over the whole model. Two for a tied
     embedding, of which a pipeline keeps a copy in its last stage."""
     slot: Slot
-    split_dim: int | None
+    split_dim: int | None = None
     """The dimension that tensor parallelism cuts; None where every rank holds the tensor."""
     vocabulary: bool = False
     """Whether its rows are the vocabulary, which is padded to a multiple of the tensor ranks."""
+    expert: int | None = None
+    """The expert it belongs to, numbered over the layer; None outside a mixture's experts."""
 
 
 def layouts(shape: ModelShape) -> dict[str, Layout]:
@@ -62,7 +68,6 @@ def layouts(shape: ModelShape) -> dict[str, Layout]:
             (shape.hidden,),
             ("decoder.final_layernorm.weight",),
             "whole",
-            None,
         )
     )
     if not shape.tied:
@@ -71,31 +76,72 @@ def layouts(shape: ModelShape) -> dict[str, Layout]:
 
 
 def _layer(shape: ModelShape, layer: int) -> list[Layout]:
-    hidden, ffn = shape.hidden, shape.ffn
+    prefix, parameters = f"model.layers.{layer}", f"{_LAYER}{layer}"
+    norms = [("input_layernorm", "input_layernorm"), ("post_attention_layernorm", _MLP_NORM)]
+    tensors = [
+        Layout(f"{prefix}.{name}.weight", (shape.hidden,), (f"{parameters}.{own}.weight",), "whole")
+        for name, own in norms
+    ]
+    tensors[1:1] = _attention(shape, f"{prefix}.self_attn", f"{parameters}.self_attention")
+    mlp, own_mlp = f"{prefix}.mlp", f"{parameters}.mlp"
+    if not shape.experts:
+        return tensors + _mlp(shape, mlp, own_mlp)
+    gate = (shape.experts, shape.hidden)
+    tensors.append(Layout(f"{mlp}.gate.weight", gate, (f"{own_mlp}.router.weight",), "whole"))
+    for expert in range(shape.experts):
+        own = f"{own_mlp}.{_EXPERTS}{expert}"
+        tensors += _mlp(shape, f"{mlp}.experts.{expert}", own, expert)
+    return tensors
+
+
+def _attention(shape: ModelShape, prefix: str, parameters: str) -> list[Layout]:
     queries, keys = shape.heads * shape.head_size, shape.query_groups * shape.head_size
-    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
-    rows: list[tuple[str, tuple[int, ...], str, Slot, int | None]] = [
-        ("input_layernorm", (hidden,), "input_layernorm", "whole", None),
-        ("self_attn.q_proj", (queries, hidden), qkv, "query", 0),
-        ("self_attn.k_proj", (keys, hidden), qkv, "key", 0),
-        ("self_attn.v_proj", (keys, hidden), qkv, "value", 0),
-        ("self_attn.q_norm", (shape.head_size,), "self_attention.q_layernorm", "whole", None),
-        ("self_attn.k_norm", (shape.head_size,), "self_attention.k_layernorm", "whole", None),
-        ("self_attn.o_proj", (hidden, queries), "self_attention.linear_proj", "whole", 1),
-        ("post_attention_layernorm", (hidden,), "pre_mlp_layernorm", "whole", None),
-        ("mlp.gate_proj", (ffn, hidden), fc1, "gate", 0),
-        ("mlp.up_proj", (ffn, hidden), fc1, "up", 0),
-        ("mlp.down_proj", (hidden, ffn), "mlp.linear_fc2", "whole", 1),
+    tensors = []
+    projections: list[tuple[str, int, Slot]] = [
+        ("q_proj", queries, "query"),
+        ("k_proj", keys, "key"),
+        ("v_proj", keys, "value"),
+    ]
+    for name, size, slot in projections:
+        kinds = {"weight": (size, shape.hidden)} | ({"bias": (size,)} if shape.qkv_bias else {})
+        tensors += [
+            Layout(f"{prefix}.{name}.{kind}", dims, (f"{parameters}.linear_qkv.{kind}",), slot, 0)
+            for kind, dims in kinds.items()
+        ]
+    if shape.qk_norm:
+        tensors += [
+            Layout(
+                f"{prefix}.{letter}_norm.weight",
+                (shape.head_size,),
+                (f"{parameters}.{letter}_layernorm.weight",),
+                "whole",
+            )
+            for letter in "qk"
+        ]
+    output = (f"{parameters}.linear_proj.weight",)
+    tensors.append(Layout(f"{prefix}.o_proj.weight", (shape.hidden, queries), output, "whole", 1))
+    return tensors
+
+
+def _mlp(
+    shape: ModelShape, prefix: str, parameters: str, expert: int | None = None
+) -> list[Layout]:
+    wide, narrow = (shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
+    rows: list[tuple[str, tuple[int, int], str, Slot, int]] = [
+        ("gate_proj", wide, "linear_fc1", "gate", 0),
+        ("up_proj", wide, "linear_fc1", "up", 0),
+        ("down_proj", narrow, "linear_fc2", "whole", 1),
     ]
     return [
         Layout(
-            f"model.layers.{layer}.{name}.weight",
+            f"{prefix}.{name}.weight",
             size,
-            (f"{_LAYER}{layer}.{parameter}.weight",),
+            (f"{parameters}.{own}.weight",),
             slot,
             split_dim,
+            expert=expert,
         )
-        for name, size, parameter, slot, split_dim in rows
+        for name, size, own, slot, split_dim in rows
     ]
 
 
@@ -155,37 +201,61 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def stage_layers(layers: int, pipeline_size: int, stage: int) -> range:
-    """The layers, numbered over the whole model, that a pipeline stage holds."""
-    assert layers % pipeline_size == 0
-    per_stage = layers // pipeline_size
-    return range(stage * per_stage, (stage + 1) * per_stage)
+def stage_layers(
+    layers: int, pipeline_size: int, stage: int, virtual_size: int = 1, chunk: int = 0
+) -> range:
+    """The layers, numbered over the whole model, of chunk `chunk` of a pipeline stage.
+
+    A stage of an interleaved pipeline has `virtual_size` chunks. The model runs through the first
+    chunk of every stage, then through the second of every stage, and so on (megatron-core's
+    interleaved schedule).
+    """
+    assert layers % (pipeline_size * virtual_size) == 0
+    per_chunk = layers // (pipeline_size * virtual_size)
+    first = (chunk * pipeline_size + stage) * per_chunk
+    return range(first, first + per_chunk)
 
 
-def stage_of(layout: Layout, layers: int, pipeline_size: int) -> int:
-    """The pipeline stage that holds the first of `layout.parameters`."""
+def stage_of(
+    layout: Layout, layers: int, pipeline_size: int, virtual_size: int = 1
+) -> tuple[int, int]:
+    """The pipeline stage, and its chunk, that hold the first of `layout.parameters`.
+
+    A tied embedding lies in the first chunk of stage 0; the last chunk of the last stage, where
+    the output layer is, keeps a copy.
+    """
     parameter = layout.parameters[0]
     if parameter == _EMBEDDING_PARAMETER:
-        return 0
+        return 0, 0
     if parameter.startswith(_LAYER):
         layer = int(parameter.removeprefix(_LAYER).split(".")[0])
-        return layer // (layers // pipeline_size)
-    return pipeline_size - 1
+        place = layer // (layers // (pipeline_size * virtual_size))
+        return place % pipeline_size, place // pipeline_size
+    return pipeline_size - 1, virtual_size - 1
 
 
-def global_name(parameter: str, first_layer: int) -> str:
-    """A stage's parameter name with its layer numbered over the whole model."""
+def global_name(parameter: str, first_layer: int, first_expert: int = 0) -> str:
+    """A rank's parameter name, layer and expert numbered over the whole model.
+
+    `first_layer` and `first_expert` are the numbers of the first that the rank's chunk holds.
+    """
     if not parameter.startswith(_LAYER):
         return parameter
     layer, rest = parameter.removeprefix(_LAYER).split(".", 1)
+    before, experts, after = rest.partition(_EXPERTS)
+    if experts:
+        expert, matrix = after.split(".", 1)
+        rest = f"{before}{experts}{int(expert) + first_expert}.{matrix}"
     return f"{_LAYER}{int(layer) + first_layer}.{rest}"
 
 
 def local_spec_name(parameter: str) -> str:
     """A parameter's name in the local layer spec.
 
-    transformer-engine's spec keeps the norm before a linear layer inside that layer.
+    transformer-engine's spec keeps the norm before a linear layer inside that layer, and all
+    experts of a rank in one layer, with a weight for each.
     """
-    return parameter.replace(
+    parameter = parameter.replace(
         "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
-    ).replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    ).replace("mlp.linear_fc1.layer_norm_weight", f"{_MLP_NORM}.weight")
+    return _GROUPED.sub(rf"{_EXPERTS}\2.\1.weight", parameter)

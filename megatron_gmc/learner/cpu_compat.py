@@ -25,6 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megatron_gmc.learner.cpu_experts import (
+    NoStream,
+    no_side_streams,
+    plain_router_gemm,
+    split_sizes_as_numbers,
+    uneven_parts,
+)
 from megatron_gmc.learner.patching import CUDA, TORCH, Patches, called_by_megatron, watch_imports
 
 if TYPE_CHECKING:
@@ -84,15 +91,8 @@ def _nothing_to_wait_for(patches: Patches) -> None:
     patches.replace(CUDA, "synchronize", lambda: None)
 
 
-class _NoStream:
-    """A stream on a device where every operation has ended when its call returns."""
-
-    def wait_event(self, event: object) -> None:
-        """Return at once."""
-
-
 def _one_stream(patches: Patches) -> None:
-    patches.replace(CUDA, "current_stream", _NoStream)
+    patches.replace(CUDA, "current_stream", NoStream)
 
 
 def _random_states_of_cpu(patches: Patches) -> None:
@@ -232,8 +232,33 @@ SHIMS = (
     ),
     Shim(
         "current_stream",
-        "0.19 asks for the current stream before every gradient reduction",
+        "0.19 asks for the current stream before every gradient reduction, a mixture of experts in "
+        "every layer",
         _one_stream,
+    ),
+    Shim(
+        "side_streams",
+        "the token dispatcher of a mixture of experts copies its counts to the host on a stream of "
+        "its own",
+        no_side_streams,
+    ),
+    Shim(
+        "router_gemm",
+        "0.16 imports te_general_gemm with transformer-engine alone and then asks whether it is "
+        "None: NameError in every router without it",
+        plain_router_gemm,
+    ),
+    Shim(
+        "split_sizes",
+        "the sizes that an all-to-all is split by become numbers on their way from the GPU; gloo "
+        "does not take tensors",
+        split_sizes_as_numbers,
+    ),
+    Shim(
+        "uneven_parts",
+        "tensor ranks exchange as many tokens as each of them has for an expert; gloo gathers and "
+        "scatters equal parts alone",
+        uneven_parts,
     ),
     Shim(
         "random_states",

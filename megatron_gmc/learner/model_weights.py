@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_gmc.convert.experts import separated
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.convert.inventory import Inventory
 from megatron_gmc.convert.mapping import (
@@ -28,19 +29,20 @@ from megatron_gmc.convert.mapping import (
 from megatron_gmc.learner.mesh import Mesh
 
 
-def initialise(model: GPTModel, shape: ModelShape, mesh: Mesh, seed: int) -> None:
-    """Draw the weights as transformers does for Qwen3, the same for every mesh."""
-    load_weights(model, shape, mesh, initial_weights(shape, seed))
+def initialise(chunks: Sequence[GPTModel], shape: ModelShape, mesh: Mesh, seed: int) -> None:
+    """Draw the weights as transformers does, the same for every mesh."""
+    load_weights(chunks, shape, mesh, initial_weights(shape, seed))
 
 
 def initial_weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Freshly drawn weights, float32: normal with `shape.initializer_range`, norms at 1.
+    """Freshly drawn weights, float32: normal with `shape.initializer_range`, norms at 1,
+    biases at 0.
 
     Each tensor is drawn from a generator of its own, seeded by `seed` and the tensor's name.
     """
     for name, layout in layouts(shape).items():
         if len(layout.shape) == 1:
-            yield name, torch.ones(layout.shape)
+            yield name, (torch.zeros if name.endswith(".bias") else torch.ones)(layout.shape)
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -48,23 +50,28 @@ def initial_weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]
 
 
 def load_weights(
-    model: GPTModel, shape: ModelShape, mesh: Mesh, tensors: Iterable[tuple[str, Tensor]]
+    chunks: Sequence[GPTModel],
+    shape: ModelShape,
+    mesh: Mesh,
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Fill the model from (Hugging Face name, tensor) pairs in any order.
+    """Fill this rank's chunks of the model from (Hugging Face name, tensor) pairs in any order.
 
-    Every rank passes all of the model's tensors and keeps its part, cast to the model's dtype.
+    Every rank passes all of the model's tensors and keeps its part, cast to the model's dtype. A
+    mixture's experts may come one by one or as transformers stacks them: see `separated`.
     Raises ValueError by name for a missing, unexpected or repeated tensor, a wrong shape, and for
     an output layer that differs from the embedding it is tied to.
     """
-    parameters = _parameters(model, shape, mesh)
+    parameters = _parameters(chunks, shape, mesh)
     inventory = Inventory(shape)
     tie = _TiedPair()
     for name, tensor in tensors:
         if shape.tied and name in (EMBEDDING, OUTPUT):
             tie.see(name, tensor)
-        layout = inventory.tick(name, tuple(tensor.shape))
-        if layout is not None:
-            _fill(parameters, layout, tensor, shape, mesh)
+        for part, matrix in separated(name, tensor, shape):
+            layout = inventory.tick(part, tuple(matrix.shape))
+            if layout is not None:
+                _fill(parameters, layout, matrix, shape, mesh)
     inventory.finish()
 
 
@@ -99,23 +106,32 @@ def _fill(
             )
 
 
-def _parameters(model: GPTModel, shape: ModelShape, mesh: Mesh) -> dict[str, Tensor]:
+def _parameters(chunks: Sequence[GPTModel], shape: ModelShape, mesh: Mesh) -> dict[str, Tensor]:
     """This rank's parameters, detached, by their Megatron names over the whole model."""
     return {
-        parameter_name(name, shape, mesh): parameter.detach()
-        for name, parameter in model.named_parameters()
+        parameter_name(name, index, shape, mesh): parameter.detach()
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
     }
 
 
-def parameter_name(name: str, shape: ModelShape, mesh: Mesh) -> str:
-    """The key under which `gathered` expects what belongs to the model's parameter `name`."""
-    first_layer = stage_layers(shape.layers, mesh.pipeline_size, mesh.pipeline_rank).start
-    return global_name(local_spec_name(name), first_layer)
+def parameter_name(name: str, chunk_index: int, shape: ModelShape, mesh: Mesh) -> str:
+    """The key under which `gathered` expects what belongs to a parameter.
+
+    `name` is the parameter's in the chunk of this rank that has `chunk_index`.
+    """
+    chunk_layers = stage_layers(
+        shape.layers, mesh.pipeline_size, mesh.pipeline_rank, mesh.virtual_size, chunk_index
+    )
+    first_expert = shape.experts // mesh.expert_size * mesh.expert_rank
+    return global_name(local_spec_name(name), chunk_layers.start, first_expert)
 
 
-def named_weights(model: GPTModel, shape: ModelShape, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    chunks: Sequence[GPTModel], shape: ModelShape, mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
     """The weights by Hugging Face name, in the model's dtype: see `gathered`."""
-    return gathered(_parameters(model, shape, mesh), shape, mesh)
+    return gathered(_parameters(chunks, shape, mesh), shape, mesh)
 
 
 def gathered(
@@ -128,19 +144,29 @@ def gathered(
     get nothing. What is yielded shares no memory with `local`; beyond `local`, twice the largest
     tensor is held.
     """
-    if mesh.data_rank != 0:
-        return
     dtype = next(iter(local.values())).dtype
     for layout in layouts(shape).values():
-        stage = stage_of(layout, shape.layers, mesh.pipeline_size)
+        source = _first_holder(layout, shape, mesh)
         whole = None
-        if mesh.pipeline_rank == stage:
+        if source <= mesh.rank < source + mesh.tensor_size:
             whole = _gather_slices(local[layout.parameters[0]], layout, shape, mesh)
-        if stage != 0 and mesh.tensor_rank == 0:
-            whole = _bring_to_first_stage(whole, stage, layout, dtype, mesh)
+        if source != 0:
+            whole = _bring_to_first_rank(whole, source, layout, dtype, mesh)
         if mesh.rank == 0:
             assert whole is not None
             yield layout.name, whole
+
+
+def _first_holder(layout: Layout, shape: ModelShape, mesh: Mesh) -> int:
+    """The lowest global rank that holds a slice; its tensor neighbours hold the others.
+
+    Follows the order in which a mesh lays out its ranks: see mesh.py.
+    """
+    stage, _ = stage_of(layout, shape.layers, mesh.pipeline_size, mesh.virtual_size)
+    first = stage * (mesh.world_size // mesh.pipeline_size)
+    if layout.expert is None:
+        return first
+    return first + layout.expert // (shape.experts // mesh.expert_size) * mesh.tensor_size
 
 
 def _gather_slices(
@@ -161,16 +187,15 @@ def _gather_slices(
     return unshard(parts, layout) if parts is not None else None
 
 
-def _bring_to_first_stage(
-    whole: Tensor | None, stage: int, layout: Layout, dtype: torch.dtype, mesh: Mesh
+def _bring_to_first_rank(
+    whole: Tensor | None, source: int, layout: Layout, dtype: torch.dtype, mesh: Mesh
 ) -> Tensor | None:
-    """Move a tensor from `stage` to stage 0; returns it there and None elsewhere."""
-    group = mesh.pipeline_group
-    if mesh.pipeline_rank == stage:
+    """Move a tensor from global rank `source` to global rank 0; returns it there, else None."""
+    if mesh.rank == source:
         assert whole is not None
-        dist.send(whole, dst=dist.get_global_rank(group, 0), group=group)
-    if mesh.pipeline_rank != 0:
+        dist.send(whole, dst=0)
+    if mesh.rank != 0:
         return None
     received = torch.empty(layout.shape, dtype=dtype, device=mesh.device)
-    dist.recv(received, src=dist.get_global_rank(group, stage), group=group)
+    dist.recv(received, src=source)
     return received

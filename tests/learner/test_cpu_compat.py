@@ -21,6 +21,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import get_default_causal_mask
@@ -31,6 +33,7 @@ from megatron_gmc.learner import cpu_compat
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model import build_model
 from megatron_gmc.learner.model_weights import initialise
+from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shims are for CPUs")
 
@@ -51,6 +54,8 @@ SHAPE = ModelShape(
     initializer_range=0.02,
 )
 
+MIXTURE = dataclasses.replace(SHAPE, experts=4, experts_per_token=2)
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
@@ -60,8 +65,8 @@ def mesh() -> Iterator[Mesh]:
 
 
 def distributed_optimizer(mesh: Mesh) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-    model = build_model(SHAPE, mesh)
-    initialise(model, SHAPE, mesh, seed=0)
+    (model,) = chunks = build_model(SHAPE, mesh)
+    initialise(chunks, SHAPE, mesh, seed=0)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(model.config, settings, model)
     chain = get_megatron_optimizer(
@@ -232,6 +237,39 @@ def test_optimizer_step_shared(mesh: Mesh) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         adam_step(optimizer)
         assert steps_counted(optimizer) != {3.0}
+
+
+def test_side_streams(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building a mixture asks for a stream, once for the class."""
+    monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+    build_model(MIXTURE, mesh)
+    monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+    with cpu_compat._without("side_streams"), pytest.raises(NO_CUDA):
+        build_model(MIXTURE, mesh)
+
+
+@pytest.mark.skipif(Version(megatron_version) >= Version("0.19"), reason="0.19 does without")
+def test_router_gemm() -> None:
+    ones = torch.ones(2, 2)
+    assert router_gating_linear(ones, ones, None, torch.float32).tolist() == [[2.0, 2.0]] * 2
+    with cpu_compat._without("router_gemm"), pytest.raises(NameError, match="te_general_gemm"):
+        router_gating_linear(ones, ones, None, torch.float32)
+
+
+def test_split_sizes(mesh: Mesh) -> None:
+    def exchange() -> list[float]:
+        sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([2]), as_numpy=True)
+        received = torch.zeros(2)
+        torch.distributed.all_to_all_single(received, torch.ones(2), sizes, sizes)
+        return received.tolist()
+
+    assert exchange() == [1.0, 1.0]
+    with cpu_compat._without("split_sizes"), pytest.raises((TypeError, ValueError)):
+        exchange()
+
+
+def test_uneven_parts() -> None:
+    run_ranks("tests.learner.uneven_workers", "", 2)
 
 
 def test_every_shim_has_a_test() -> None:

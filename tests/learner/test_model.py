@@ -1,15 +1,17 @@
-"""The Megatron policy against transformers' Qwen3, on real gloo groups of every mesh."""
+"""The Megatron policy against transformers' models, on real gloo groups of every mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
+from megatron_gmc.convert.experts import separated
 from megatron_gmc.convert.hf_config import ModelShape, load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors, write_folder
 from megatron_gmc.convert.mapping import layouts, padded_vocab_size
@@ -17,49 +19,94 @@ from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model import build_model
 from megatron_gmc.learner.model_weights import initial_weights, load_weights, named_weights
 from tests.distributed import run_ranks
-from tests.learner.inputs import TEMPERATURE, log_prob_input, model_input, model_rows
-from tests.qwen3 import VOCABULARY, save_tiny_qwen3, tiny_qwen3
-
-# world size → meshes, tensor x pipeline; what is left is data parallel.
-MESHES = {3: ["1x3"], 4: ["1x1", "2x1", "1x2", "2x2", "4x1"]}
-RUNS = [(world, mesh) for world, meshes in MESHES.items() for mesh in meshes]
-KINDS = ("tied", "untied")
+from tests.learner.inputs import LENGTHS, TEMPERATURE, loss_tokens, pack_tokens
+from tests.models import save_tiny_model, tiny_model
+from tests.qwen3 import VOCABULARY, save_tiny_qwen3
 
 
-def run_id(run: tuple[int, str]) -> str:
-    return f"{run[1]}-of-{run[0]}"
+class Run(NamedTuple):
+    """One model on one mesh, named as `workers.create_mesh` reads it; data takes what is left."""
+
+    mesh: str
+    family: str
+    tied: bool
+    world: int = 4
+
+    @property
+    def model(self) -> str:
+        return f"{self.family}-{'tied' if self.tied else 'untied'}"
+
+    def size(self, axis: str) -> int:
+        _, found, rest = self.mesh.partition(axis)
+        return int(rest[0]) if found else 1
 
 
-each_run = pytest.mark.parametrize("run", RUNS, ids=run_id)
-each_kind = pytest.mark.parametrize("kind", KINDS)
+# What a mesh does, it does to every family; what is a family's own is shown on the meshes that
+# cut it. Tied and untied differ in the first and last pipeline stage and in the vocabulary's cut.
+RUNS = [
+    *(Run("p3", "qwen3", tied, world=3) for tied in (True, False)),
+    *(
+        Run(mesh, "qwen3", tied)
+        for mesh in ("t1", "t2", "p2", "t2p2", "t4", "t2s", "p2v3")
+        for tied in (True, False)
+    ),
+    Run("t2p2", "qwen2", True),
+    Run("p2v3", "qwen2", False),
+    Run("t2s", "qwen2", False),
+    Run("t2p2", "llama", True),
+    Run("t2", "llama3", False),
+    Run("p2v3", "llama3", True),
+    *(Run(mesh, "qwen3_moe", tied) for mesh in ("e2", "t2e2s", "p2e2") for tied in (True, False)),
+    Run("t1", "qwen3_moe", True),
+    Run("e4", "qwen3_moe", False),
+    Run("p2v3e2", "qwen3_moe", True),
+    Run("t2p2s", "qwen3_moe", False),
+    Run("e2", "qwen3_moe_plain_gates", False),
+]
+each_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.mesh}-{run.model}")
+each_mesh = pytest.mark.parametrize(
+    "run", {run.mesh: run for run in RUNS}.values(), ids=lambda run: run.mesh
+)
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """One run of the ranks for each world size; its folder holds what each rank saw."""
     folders = {}
-    for world, meshes in MESHES.items():
+    for world in sorted({run.world for run in RUNS}):
         folder = folders[world] = tmp_path_factory.mktemp(f"world{world}")
-        for kind in KINDS:
-            save_tiny_qwen3(folder / kind, tied=kind == "tied")
-        run_ranks("tests.learner.workers", "check_meshes", world, str(folder), *meshes)
+        runs = sorted(run for run in RUNS if run.world == world)
+        for run in runs:
+            if not (folder / run.model).exists():
+                save_tiny_model(folder / run.model, run.family, run.tied)
+        names = [f"{run.model}:{run.mesh}" for run in runs]
+        run_ranks("tests.learner.workers", "check_models", world, str(folder), *names, timeout=300)
     return folders
 
 
-def seen(worlds: dict[int, Path], run: tuple[int, str], what: str) -> list[dict[str, object]]:
-    """What each rank saved, an empty record for a rank that saved nothing."""
-    world, mesh = run
-    files = [worlds[world] / f"{what}-{mesh}.rank{rank}.pt" for rank in range(world)]
-    return [torch.load(f) if f.exists() else {} for f in files]
+def seen(worlds: dict[int, Path], run: Run, what: str | None = None) -> list[dict[str, object]]:
+    """What each rank saved, of the run's model or of `what`."""
+    folder = worlds[run.world]
+    return [
+        torch.load(folder / f"{what or run.model}-{run.mesh}.rank{rank}.pt")
+        for rank in range(run.world)
+    ]
 
 
-def sizes(run: tuple[int, str]) -> tuple[int, int]:
-    tensor, pipeline = (int(size) for size in run[1].split("x"))
-    return tensor, pipeline
+def reference(run: Run) -> PreTrainedModel:
+    """transformers' model in float64."""
+    return tiny_model(run.family, run.tied).double()
 
 
-def reference(kind: str) -> Qwen3ForCausalLM:
-    return tiny_qwen3(tied=kind == "tied")
+def logits_of(model: PreTrainedModel) -> Tensor:
+    """[24, vocabulary], each trajectory of the pack on its own."""
+    parts = [model(tokens[None]).logits[0] for tokens in pack_tokens().split(LENGTHS)]
+    return torch.cat(parts)
+
+
+def by_matrix(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """With a mixture's experts one by one."""
+    return {n: t for pair in tensors.items() for n, t in separated(*pair, shape)}
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -68,120 +115,77 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @each_run
-@each_kind
-def test_logits_are_those_of_transformers(
-    worlds: dict[int, Path], run: tuple[int, str], kind: str
-) -> None:
-    """C1, C3, C5: tied or not, 8 heads in 4 groups of size 16 at hidden 32."""
-    tokens, _ = model_input()
+def test_logits_are_those_of_transformers(worlds: dict[int, Path], run: Run) -> None:
+    """C1, C3, C5, C6: 8 heads in 4 groups of size 16 at hidden 32; experts on 1, 2 and 4 ranks."""
     with torch.no_grad():
-        expected = reference(kind)(tokens).logits
-    tensor, _ = sizes(run)
-    parts = [record["logits"] for record in seen(worlds, run, kind) if "logits" in record]
-    assert len(parts) == run[0] // sizes(run)[1]  # the ranks of the last stage
+        expected = logits_of(reference(run))
+    tensor = run.size("t")
+    parts = [record["logits"] for record in seen(worlds, run) if "logits" in record]
+    assert len(parts) == run.world // run.size("p")  # the ranks of the last stage
     for first in range(0, len(parts), tensor):
         logits = torch.cat(parts[first : first + tensor], -1)
         assert logits.shape[-1] == padded_vocab_size(VOCABULARY, tensor)
-        torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits[:, :VOCABULARY].double(), expected, rtol=0, atol=1e-5)
 
 
 @each_run
-@each_kind
 def test_log_probs_and_their_gradient_are_those_of_transformers(
-    worlds: dict[int, Path], run: tuple[int, str], kind: str
+    worlds: dict[int, Path], run: Run
 ) -> None:
-    """T8, C1, S4: vocabulary 101; every parameter's gradient, a tied one counted once."""
-    (tokens, _), (rows, targets, weights) = model_input(), model_rows()
-    model = reference(kind)
-    logits = model(tokens).logits[rows] / TEMPERATURE
-    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    (weights * expected).sum().backward()
-    records = seen(worlds, run, kind)
+    """T8, C1, S4, C6: every parameter's gradient, a tied one counted once."""
+    at_K, target_K, weight_K = loss_tokens()
+    model, shape = reference(run), load_shape(worlds[run.world] / run.model)
+    log_p = (logits_of(model)[at_K] / TEMPERATURE).log_softmax(-1)
+    expected = log_p.gather(-1, target_K[:, None])[:, 0]
+    (weight_K * expected).sum().backward()
+    records = seen(worlds, run)
     for record in records:
         if "log_probs" in record:
-            torch.testing.assert_close(record["log_probs"], expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                record["log_probs"].double(), expected.detach(), rtol=0, atol=1e-5
+            )
     gradient = records[0]["gradient"]
-    wanted = {name: p.grad for name, p in model.named_parameters()}
+    wanted = by_matrix({name: p.grad for name, p in model.named_parameters()}, shape)
     assert gradient.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        scale = float(tensor.abs().max())
-        torch.testing.assert_close(
-            gradient[name], tensor, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        error = float((gradient[name].double() - tensor).abs().max())
+        assert error <= 1e-5 * float(tensor.abs().max()), name
 
 
 @each_run
-@each_kind
-def test_weights_come_out_as_they_went_in(
-    worlds: dict[int, Path], run: tuple[int, str], kind: str
-) -> None:
-    """C1, C2, invariant 13: transformers' own key set, bit exact, on global rank 0 alone."""
-    expected = {name: p.detach() for name, p in reference(kind).named_parameters()}
-    first, *others = seen(worlds, run, kind)
+def test_weights_come_out_as_they_went_in(worlds: dict[int, Path], run: Run) -> None:
+    """C1, C2, C6, invariant 13: the folder's own key set, bit exact, on global rank 0 alone."""
+    expected = weights_of(worlds[run.world] / run.model)
+    first, *others = seen(worlds, run)
     assert_equal(first["weights"], expected)
     assert_equal(first["halves"], {name: t.bfloat16() for name, t in expected.items()})
     assert not any(key in other for other in others for key in ("weights", "halves", "gradient"))
 
 
 @each_run
-@each_kind
-def test_initial_weights_do_not_depend_on_the_mesh(
-    worlds: dict[int, Path], run: tuple[int, str], kind: str
-) -> None:
-    shape = load_shape(worlds[3] / kind)
-    assert_equal(seen(worlds, run, kind)[0]["initial"], dict(initial_weights(shape, seed=7)))
+def test_initial_weights_do_not_depend_on_the_mesh(worlds: dict[int, Path], run: Run) -> None:
+    shape = load_shape(worlds[run.world] / run.model)
+    assert_equal(seen(worlds, run)[0]["initial"], dict(initial_weights(shape, seed=7)))
 
 
 @each_run
-@each_kind
-def test_sharded_parameters_are_marked(
-    worlds: dict[int, Path], run: tuple[int, str], kind: str
-) -> None:
+def test_sharded_parameters_are_marked(worlds: dict[int, Path], run: Run) -> None:
     """S3: by its mark Megatron knows whether a gradient's norm is summed over tensor ranks."""
     expected = {
         parameter: layout.split_dim is not None
-        for layout in layouts(load_shape(worlds[3] / kind)).values()
+        for layout in layouts(load_shape(worlds[run.world] / run.model)).values()
         for parameter in layout.parameters
     }
-    for record in seen(worlds, run, kind):
+    for record in seen(worlds, run):
         marks = record["sharded"]
         assert marks == {name: expected[name] for name in marks}
 
 
-@each_run
-def test_log_probs_of_spread_logits(worlds: dict[int, Path], run: tuple[int, str]) -> None:
-    """T8, R9: against log_softmax in float64; padding columns hold 1e4 and change nothing."""
-    tensor, _ = sizes(run)
-    records = seen(worlds, run, "log_probs")
-    for name, case in log_prob_input().items():
-        logits = case.logits.double().requires_grad_()
-        expected = (logits / case.temperature).log_softmax(-1)
-        expected = expected.gather(-1, case.targets[:, None])[:, 0]
-        (expected * case.weights).sum().backward()
-        assert logits.grad is not None
-        width = records[0][name][1].shape[-1]
-        wanted = torch.nn.functional.pad(logits.grad, (0, width * tensor - case.vocab_size))
-        precision = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
-        for rank, record in enumerate(records):
-            log_probs, gradient, untouched = record[name]
-            assert untouched
-            assert log_probs.dtype == torch.promote_types(case.logits.dtype, torch.float32)
-            close = 1e-12 if name == "double" else 3e-7
-            torch.testing.assert_close(log_probs.double(), expected, rtol=close, atol=10 * close)
-            part = wanted.chunk(tensor, -1)[rank % tensor] if tensor > 1 else wanted
-            atol = precision[case.logits.dtype]
-            torch.testing.assert_close(gradient.double(), part, rtol=0, atol=atol)
-            start = (rank % tensor) * width
-            padding = gradient[..., max(case.vocab_size - start, 0) :]
-            assert not padding.any()
-
-
-@each_run
-def test_places_on_the_mesh(worlds: dict[int, Path], run: tuple[int, str]) -> None:
+@each_mesh
+def test_places_on_the_mesh(worlds: dict[int, Path], run: Run) -> None:
     """Tensor neighbours are adjacent, then data, then pipeline stages."""
-    world = run[0]
-    tensor, pipeline = sizes(run)
-    data = world // (tensor * pipeline)
+    tensor, pipeline = run.size("t"), run.size("p")
+    data = run.world // (tensor * pipeline)
     for rank, place in enumerate(seen(worlds, run, "place")):
         t, d, p = rank % tensor, rank // tensor % data, rank // (tensor * data)
         assert place == {
@@ -218,8 +222,8 @@ def test_exported_at_two_tensor_ranks_loads_at_one(
     worlds: dict[int, Path], mesh: Mesh, tmp_path: Path
 ) -> None:
     """C2: vocabulary 101 through TP 2, a folder on disk, and TP 1."""
-    exported = seen(worlds, (4, "2x1"), "untied")[0]["weights"]
-    source = worlds[4] / "untied"
+    exported = seen(worlds, Run("t2", "qwen3", tied=False))[0]["weights"]
+    source = worlds[4] / "qwen3-untied"
     write_folder(tmp_path / "exported", exported.items(), source)
     shape = load_shape(tmp_path / "exported")
     model = build_model(shape, mesh)
@@ -233,7 +237,7 @@ def test_exported_weights_do_not_follow_the_model(mesh: Mesh, untied: Path) -> N
     load_weights(model, shape, mesh, stream_tensors(untied))
     exported = dict(named_weights(model, shape, mesh))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model[0].parameters():
             parameter.zero_()
     assert_equal(exported, weights_of(untied))
 
@@ -257,7 +261,7 @@ def test_a_tied_folder_may_hold_an_equal_output_layer(mesh: Mesh, tmp_path: Path
     ("change", "fault"),
     [
         ({"model.norm.weight": None}, r"1 of the model's tensors are missing, first model\.norm"),
-        ({"model.norm.bias": torch.zeros(1)}, r"tensor model\.norm\.bias: not part of a Qwen3"),
+        ({"model.norm.bias": torch.zeros(1)}, r"tensor model\.norm\.bias: not part of the model"),
         ({"model.layers.6.mlp.up_proj.weight": torch.zeros(1)}, r"layers\.6.*of 6 layers"),
         (
             {"lm_head.weight": torch.zeros(102, 32)},
@@ -279,6 +283,24 @@ def test_a_repeated_tensor_is_named(mesh: Mesh, untied: Path) -> None:
     shape, pairs = load_shape(untied), list(stream_tensors(untied))
     with pytest.raises(ValueError, match=r"tensor lm_head\.weight: given twice"):
         load_weights(build_model(shape, mesh), shape, mesh, [*pairs, pairs[0]])
+
+
+def test_a_mixture_loads_as_transformers_holds_it_in_memory(mesh: Mesh, tmp_path: Path) -> None:
+    """C6: stacked experts and single ones give the same model."""
+    source = save_tiny_model(tmp_path / "mixture", "qwen3_moe", tied=False)
+    shape = load_shape(source)
+    model = build_model(shape, mesh)
+    stacked = tiny_model("qwen3_moe", tied=False).state_dict()
+    assert stacked.keys() != weights_of(source).keys()
+    load_weights(model, shape, mesh, stacked.items())
+    assert_equal(dict(named_weights(model, shape, mesh)), weights_of(source))
+
+
+def test_initial_biases_are_zero(tmp_path: Path) -> None:
+    shape = load_shape(save_tiny_model(tmp_path / "qwen2", "qwen2", tied=True))
+    biases = [t for name, t in initial_weights(shape, seed=0) if name.endswith("bias")]
+    assert len(biases) == 3 * shape.layers
+    assert not any(bias.any() for bias in biases)
 
 
 def test_initial_weights_are_drawn_as_transformers_draws_them() -> None:
