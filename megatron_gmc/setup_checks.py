@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_gmc.config import Config, MeshConfig
+from megatron_gmc.config import Config, MeshConfig, ObjectiveConfig
 from megatron_gmc.convert.hf_config import ModelShape, load_shape
 from megatron_gmc.convert.hugging_face import tensor_shapes
 from megatron_gmc.convert.inventory import check_tensors
@@ -19,6 +19,8 @@ from megatron_gmc.tasks.prompts import TaskPrompts, load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatron_gmc.learner.pack import Padding
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -52,16 +54,30 @@ def check_model(folder: Path, mesh: MeshConfig, *, weights: bool) -> ModelShape:
         if weights:
             check_tensors(tensor_shapes(folder), shape)
     with blamed_on("mesh"):
-        check_mesh(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            mesh.tensor,
-            mesh.pipeline,
-            layers=shape.layers,
-            heads=shape.heads,
-            query_groups=shape.query_groups,
-            ffn=shape.ffn,
-        )
+        check_mesh(int(os.environ.get("WORLD_SIZE", "1")), mesh, shape)
     return shape
+
+
+def check_reference(objective: ObjectiveConfig, shape: ModelShape) -> None:
+    """Check that the reference policy's folder, where one is named, holds the policy's shapes."""
+    if objective.kl is None or objective.kl.reference is None:
+        return
+    with blamed_on("objective.kl.reference"):
+        if load_shape(objective.kl.reference) != shape:
+            raise ValueError(
+                f"{objective.kl.reference} is another architecture than policy.path; a reference "
+                "has the policy's own, with other weights"
+            )
+        check_tensors(tensor_shapes(objective.kl.reference), shape)
+
+
+def padding_of(mesh: MeshConfig) -> Padding:
+    """What the mesh rounds the lengths of trajectories and packs up to."""
+    from megatron_gmc.learner.pack import Padding
+
+    return Padding.of(
+        tensor=mesh.tensor, context=mesh.context, sequence_parallel=mesh.sequence_parallel
+    )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -114,12 +130,14 @@ def check_task(config: Config, shape: ModelShape) -> Task:
 def _check_batch_limits(config: Config, prompts: TaskPrompts) -> None:
     limit, group = config.learner.micro_batch_tokens, config.rollout.group_size
     longest = max(len(prompt.tokens) for prompt in prompts.train)
+    mesh = config.mesh
+    padding = padding_of(mesh)
     width = longest + config.rollout.max_response_tokens
-    if width > limit:
+    if padding.of_pack([width]) > limit:
         raise ConfigError(
             f"learner.micro_batch_tokens: {limit} is less than the longest possible trajectory, "
             f"{longest} prompt + {config.rollout.max_response_tokens} response tokens; raise it "
-            f"to {width} or more"
+            f"to {padding.of_pack([width])} or more"
         )
     whole = {
         "trajectory": ("trajectory", 1),
@@ -128,14 +146,14 @@ def _check_batch_limits(config: Config, prompts: TaskPrompts) -> None:
     }
     what, rows = whole[config.estimator.scope]
     data_ranks = int(os.environ.get("WORLD_SIZE", "1")) // (
-        config.mesh.tensor * config.mesh.pipeline
+        mesh.tensor * mesh.context * mesh.pipeline
     )
     if config.learner.passes == "single_pass" and what == "batch" and data_ranks > 1:
         raise ConfigError(
             f"learner.passes: estimator {config.estimator.name} looks at the whole batch, which "
             f"{data_ranks} data-parallel ranks share; use auto or two_pass"
         )
-    if config.learner.passes == "single_pass" and rows > 1 and rows * width > limit:
+    if config.learner.passes == "single_pass" and padding.of_pack([width] * rows) > limit:
         raise ConfigError(
             f"learner.passes: single_pass needs a whole {what} in a micro-batch, up to {rows} × "
             f"{width} tokens, and learner.micro_batch_tokens is {limit}; raise that or use auto"

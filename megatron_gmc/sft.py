@@ -15,13 +15,14 @@ from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.errors import ConfigError, blamed_on
 from megatron_gmc.learner.batch import Batch, Row, broadcast_batch
 from megatron_gmc.learner.learner import Learner
+from megatron_gmc.learner.log_probs import TokenScores
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.micro_batch import MicroBatch, micro_batches_of
 from megatron_gmc.learner.model_weights import initialise, load_weights
 from megatron_gmc.learner.plan import plan_micro_batches
 from megatron_gmc.run_folder import RunFolder, write_atomically
 from megatron_gmc.run_log import RunLog
-from megatron_gmc.setup_checks import check_model, is_lead, load_tokenizer
+from megatron_gmc.setup_checks import check_model, is_lead, load_tokenizer, padding_of
 from megatron_gmc.tasks.demonstrations import Demonstration, load_demonstrations
 from megatron_gmc.weights import write_weights
 
@@ -41,13 +42,13 @@ def fine_tune(config: SftConfig) -> int:
     if is_lead():
         demonstrations = _load_data(config, shape)
         folder.open(config, resume=False, resumable=False)
-    mesh = Mesh.create(config.mesh.tensor, config.mesh.pipeline)
+    mesh = Mesh.of(config.mesh)
     learner = Learner(shape, mesh, config.optim, config.train.steps)
     if pretrained:
         with blamed_on("policy.path"):
-            load_weights(learner.module, shape, mesh, stream_tensors(config.policy.path))
+            load_weights(learner.chunks, shape, mesh, stream_tensors(config.policy.path))
     else:
-        initialise(learner.module, shape, mesh, config.train.seed)
+        initialise(learner.chunks, shape, mesh, config.train.seed)
     _loop(config, learner, demonstrations, folder)
     write_weights(learner.weights(), mesh, config.policy.path, folder.huggingface)
     if mesh.rank == 0:
@@ -66,10 +67,11 @@ def _load_data(config: SftConfig, shape: ModelShape) -> list[Demonstration]:
             max_tokens=shape.max_positions,
         )
     longest = max(len(one.prompt) + len(one.response) for one in demonstrations)
-    if longest > config.learner.micro_batch_tokens:
+    needed = padding_of(config.mesh).of_pack([longest])
+    if needed > config.learner.micro_batch_tokens:
         raise ConfigError(
             f"learner.micro_batch_tokens: {config.learner.micro_batch_tokens} is less than the "
-            f"longest demonstration, {longest} tokens; raise it to that or more"
+            f"longest demonstration, {longest} tokens; raise it to {needed} or more"
         )
     return demonstrations
 
@@ -106,15 +108,15 @@ def imitation_gradient(learner: Learner, batch: Batch, micro_batch_tokens: int) 
     plan = plan_micro_batches(
         batch.length_N,
         batch.group_N,
-        data_size=learner.mesh.data_size,
+        limits=learner.limits,
         token_limit=micro_batch_tokens,
         scope="trajectory",
         passes="auto",
     )
     tokens = int(batch.loss_tokens_N().sum())
 
-    def loss_of(_: MicroBatch, log_prob_K: Tensor) -> Tensor:
-        return -log_prob_K.sum() / tokens
+    def loss_of(_: MicroBatch, scores: TokenScores) -> Tensor:
+        return -scores.log_prob_K.sum() / tokens
 
     return learner.run(micro_batches_of(batch, plan, learner.mesh), loss_of)
 

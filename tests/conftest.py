@@ -40,7 +40,9 @@ def meshes(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rollout": {"lag": {"exact": 1}},
     }
     trees = {
-        "tensor": train_tree(task, folder / "tensor", mesh={"tensor": 2}),
+        "tensor": train_tree(
+            task, folder / "tensor", mesh={"tensor": 2, "sequence_parallel": True}
+        ),
         "pipeline": train_tree(
             task,
             folder / "pipeline",

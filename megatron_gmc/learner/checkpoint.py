@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gmc.learner.background_save import PendingSave, StateCopies, begin_save
@@ -98,20 +100,22 @@ def save_learner(folder: Path, learner: Learner) -> None:
 def load_learner(folder: Path, learner: Learner) -> None:
     """Read what `save_learner` wrote, on the same mesh or another; collective.
 
-    Raises ValueError where the checkpoint is damaged or is another model's.
+    Raises ValueError where the checkpoint is damaged, is another model's, or holds the moments of
+    another kind of optimizer, which cannot be carried over.
     """
     with _reading(folder):
+        _check_kind(folder, learner)
         state = dist_checkpointing.load(_state(learner, loading=True), str(folder))
-    learner.module.load_state_dict(state["model"], strict=True)
+    _load_chunks(learner.chunks, state["model"])
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.scheduler.load_state_dict(state["scheduler"])
     learner.version = int(state["version"])
     torch.set_rng_state(state["random"])
 
 
-def save_model(folder: Path, model: GPTModel) -> None:
+def save_model(folder: Path, chunks: Sequence[GPTModel]) -> None:
     """Write the weights alone into the empty `folder`; collective."""
-    _complete(begin_save(folder, {"model": model.sharded_state_dict()}, validate=True))
+    _complete(begin_save(folder, {"model": _sharded(chunks)}, validate=True))
 
 
 def _complete(pending: PendingSave) -> None:
@@ -120,14 +124,14 @@ def _complete(pending: PendingSave) -> None:
     pending.finish()
 
 
-def load_model(folder: Path, model: GPTModel) -> None:
+def load_model(folder: Path, chunks: Sequence[GPTModel]) -> None:
     """Read the weights alone, of `save_model`'s or `save_learner`'s folder; collective.
 
     Raises ValueError where the checkpoint is damaged or is another model's.
     """
     with _reading(folder):
-        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
-    model.load_state_dict(state["model"])
+        state = dist_checkpointing.load({"model": _sharded(chunks)}, str(folder))
+    _load_chunks(chunks, state["model"])
 
 
 @contextmanager
@@ -148,21 +152,52 @@ def reason_of(error: BaseException) -> str:
             return "a rank could not write its part"
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    # Megatron lists every tensor of the checkpoint where one is missing.
+    return textwrap.shorten(lines[0], 300) if lines else type(error).__name__
 
 
 def _state(learner: Learner, *, loading: bool) -> StateTree:
-    model = learner.module.sharded_state_dict()
+    model = _sharded(learner.chunks)
     return {
         "model": model,
         "optimizer": learner.optimizer.sharded_state_dict(
             model, is_loading=loading, metadata=_RESHARDABLE
         ),
         "scheduler": learner.scheduler.state_dict(),
+        "optimizer_kind": _optimizer_kind(learner),
         "version": learner.version,
         # One state for all ranks: nothing in the learner draws numbers that differ by rank.
         "random": ShardedObject("random", torch.get_rng_state(), (1,), (0,), learner.mesh.rank),
     }
+
+
+def _optimizer_kind(learner: Learner) -> str:
+    """In the words of the config."""
+    optimizer = learner.optimizer.chained_optimizers[0]
+    name = "sgd" if "momentum" in optimizer.param_groups[0] else "adamw"
+    distributed = str(isinstance(optimizer, DistributedOptimizer)).lower()
+    return f"optim.name {name}, optim.distributed {distributed}"
+
+
+def _check_kind(folder: Path, learner: Learner) -> None:
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    saved = common.get("optimizer_kind", "no optimizer")
+    own = _optimizer_kind(learner)
+    if saved != own:
+        raise ValueError(
+            f"the checkpoint {folder} was written with {saved}, and this run has {own}; the "
+            "optimizer's moments cannot be carried over, so set both as they were"
+        )
+
+
+def _sharded(chunks: Sequence[GPTModel]) -> StateTree:
+    """What each chunk holds of the model; on disk it lies under names that no mesh changes."""
+    return {f"chunk{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+
+
+def _load_chunks(chunks: Sequence[GPTModel], state: Mapping[str, StateTree]) -> None:
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"chunk{index}"], strict=True)
 
 
 def _barrier(mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from megatron_gmc.learner.micro_batch import LossOfLogProbs, MicroBatch, run_mic
 from megatron_gmc.learner.model import build_model
 from megatron_gmc.learner.model_weights import named_weights
 from megatron_gmc.learner.optimizer import build_optimizer
+from megatron_gmc.learner.pack import Padding
+from megatron_gmc.learner.plan import Limits
 
 
 class Learner:
@@ -35,20 +38,22 @@ class Learner:
         self.shape = shape
         self.mesh = mesh
         self.version = 0
-        self.module = build_model(shape, mesh)
-        config = self.module.config
+        self.chunks = build_model(shape, mesh)
+        self.limits = _limits(shape, mesh)
+        config = self.chunks[0].config
         # Loss shares arrive divided by the batch's own denominator: nobody divides again.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = _finalize
-        self.model = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=optim.distributed
-            ),
-            self.module,
-        )
-        config.no_sync_func = self.model.no_sync
+        self.model = [self._wrap(chunk, optim) for chunk in self.chunks]
+        syncs = [wrapped.no_sync for wrapped in self.model]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         self.optimizer, self.scheduler = build_optimizer(optim, self.model, steps)
+
+    def _wrap(self, chunk: GPTModel, optim: OptimConfig) -> DistributedDataParallel:
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optim.distributed
+        )
+        return DistributedDataParallel(self.chunks[0].config, settings, chunk)
 
     def run(
         self,
@@ -56,6 +61,7 @@ class Learner:
         loss_of: LossOfLogProbs,
         *,
         temperature: float = 1.0,
+        entropy: bool = False,
         forward_only: bool = False,
     ) -> float:
         """Run `loss_of` over this rank's micro-batches; see `run_micro_batches`.
@@ -64,7 +70,8 @@ class Learner:
         of the whole batch, the same on every rank.
         """
         if not forward_only:
-            self.model.zero_grad_buffer()
+            for wrapped in self.model:
+                wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
         with torch.set_grad_enabled(not forward_only):
             share = run_micro_batches(
@@ -74,6 +81,7 @@ class Learner:
                 mesh=self.mesh,
                 vocabulary=self.shape.vocab_size,
                 temperature=temperature,
+                entropy=entropy,
                 forward_only=forward_only,
             )
         return float(self.sum_over_batch(share))
@@ -81,7 +89,7 @@ class Learner:
     def sum_over_batch(self, value: Tensor) -> Tensor:
         """Add up what data-parallel ranks hold, and hand the last stage's sum to every stage.
 
-        Tensor-parallel ranks hold the same value already; stages before the last hold zeros.
+        Tensor and context ranks hold the same value already; stages before the last hold zeros.
         """
         if self.mesh.data_size > 1:
             dist.all_reduce(value, group=self.mesh.data_group)
@@ -119,7 +127,26 @@ class Learner:
 
         Global rank 0 gets the tensors; the other ranks take part and get nothing.
         """
-        return named_weights(self.module, self.shape, self.mesh)
+        return named_weights(self.chunks, self.shape, self.mesh)
+
+
+def _limits(shape: ModelShape, mesh: Mesh) -> Limits:
+    """What plans of this model's batches depend on; work is counted in multiply-adds."""
+    width = shape.heads * shape.head_size
+    projections = 2 * shape.hidden * (width + shape.query_groups * shape.head_size)
+    mlp = 3 * shape.hidden * shape.ffn * (shape.experts_per_token if shape.experts else 1)
+    each_token = shape.layers * (projections + mlp) + shape.vocab_size * shape.hidden
+    return Limits(
+        data_size=mesh.data_size,
+        padding=Padding.of(
+            tensor=mesh.tensor_size,
+            context=mesh.context_size,
+            sequence_parallel=mesh.sequence_parallel,
+        ),
+        # Interleaved stages take turns in rounds of as many micro-batches as there are stages.
+        count_multiple=mesh.pipeline_size if mesh.virtual_size > 1 else 1,
+        attention_cost=2 * shape.layers * width / each_token,
+    )
 
 
 def _finalize(

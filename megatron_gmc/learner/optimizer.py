@@ -12,13 +12,14 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_gmc.config import OptimConfig
+from megatron_gmc.learner.bucket_padding import keep_bucket_padding
 
 _MEGATRON_NAME = {"adamw": "adam", "sgd": "sgd"}
 _MEGATRON_STYLE = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
 
 def build_optimizer(
-    config: OptimConfig, model: DistributedDataParallel, steps: int
+    config: OptimConfig, model: list[DistributedDataParallel], steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and its schedule for a run of `steps` optimizer steps.
 
@@ -39,8 +40,9 @@ def build_optimizer(
         use_distributed_optimizer=config.distributed,
     )
     optimizer = get_megatron_optimizer(
-        settings, [model], config_overrides=get_standard_config_overrides(settings)
+        settings, model, config_overrides=get_standard_config_overrides(settings)
     )
+    keep_bucket_padding(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

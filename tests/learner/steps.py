@@ -27,7 +27,7 @@ STEPS = 6
 
 def new_learner(folder: Path, mesh: Mesh, optim: OptimConfig, steps: int = STEPS) -> Learner:
     learner = Learner(load_shape(folder), mesh, optim, steps)
-    load_weights(learner.module, learner.shape, mesh, stream_tensors(folder))
+    load_weights(learner.chunks, learner.shape, mesh, stream_tensors(folder))
     return learner
 
 

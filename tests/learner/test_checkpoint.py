@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_on_on_one_rank(
 def test_weights_without_moments_go_elsewhere(checkpoints: Path, one_rank: Mesh) -> None:
     """So that the tests above say something: the moments' part in the next step is large."""
     learner = new_learner(checkpoints / "other", one_rank, ADAMW)
-    load_model(checkpoints / "plain" / "learner", learner.module)
+    load_model(checkpoints / "plain" / "learner", learner.chunks)
     learner.optimizer.reload_model_params()
     for _ in range(2):
         learner.skip()

@@ -19,7 +19,7 @@ LR = 0.02
 
 
 def parameters(learner: Learner) -> dict[str, Tensor]:
-    return dict(learner.module.named_parameters())
+    return dict(learner.chunks[0].named_parameters())
 
 
 def copied(learner: Learner) -> dict[str, Tensor]:
