@@ -62,8 +62,8 @@ def learner_of(layers: int, hidden: int) -> Learner:
         tied=True,
     )
     learner = Learner(shape, Mesh.create(1, 1), OptimConfig(lr=1e-4), steps=100)
-    initialise(learner.module, shape, learner.mesh, seed=0)
-    for parameter in learner.module.parameters():
+    initialise(learner.chunks, shape, learner.mesh, seed=0)
+    for parameter in learner.chunks[0].parameters():
         parameter.main_grad.fill_(1e-3)
     learner.apply()
     return learner
@@ -71,7 +71,7 @@ def learner_of(layers: int, hidden: int) -> Learner:
 
 def tensors_of(learner: Learner) -> Iterator[Tensor]:
     """Weights and moments, found without what checkpoints are made of."""
-    yield from learner.module.parameters()
+    yield from learner.chunks[0].parameters()
     for state in learner.optimizer.optimizer.state.values():
         yield from (value for value in state.values() if value.numel() > 1)
 

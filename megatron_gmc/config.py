@@ -18,7 +18,14 @@ from pydantic import (
 )
 
 from megatron_gmc.engine_config import FleetConfig, SglangConfig, WeightsConfig
-from megatron_gmc.estimators import GMC, AdvantageKind, AggregationKind, AnyEstimator
+from megatron_gmc.estimators import (
+    GMC,
+    AdvantageKind,
+    AggregationKind,
+    AnyEstimator,
+    AnyMismatch,
+    TokenEstimator,
+)
 from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler, Order
 from megatron_gmc.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.tasks.config import JsonlSource, TaskConfig
@@ -66,31 +73,21 @@ class PolicyConfig(Section):
     """Hugging Face folder with config.json, tokenizer and safetensors."""
 
 
-_LATER_MESH = {
-    "context": "context parallelism",
-    "expert": "expert parallelism",
-    "virtual_pipeline": "interleaved pipelines",
-    "sequence_parallel": "sequence parallelism",
-}
-
-
 class MeshConfig(Section):
     """How the ranks are arranged; data parallelism takes what the other axes leave."""
 
     tensor: PositiveInt = 1
+    """Ranks that share every layer's weights."""
     pipeline: PositiveInt = 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_later_axes(cls, values: object) -> object:
-        if isinstance(values, dict):
-            for key, what in _LATER_MESH.items():
-                if key in values:
-                    raise ValueError(
-                        f"{key}: {what} is not supported yet; the mesh has tensor, pipeline "
-                        "and, from the number of ranks, data parallelism"
-                    )
-        return values
+    """Stages that the layers are spread over."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers on each stage, run in turns (interleaved 1F1B)."""
+    context: PositiveInt = 1
+    """Ranks that share every sequence's tokens."""
+    expert: PositiveInt = 1
+    """Ranks that a mixture's experts are spread over; they lie inside context × data."""
+    sequence_parallel: bool = False
+    """Share the tokens between tensor ranks where they would all hold the same."""
 
 
 class RampConfig(Section):
@@ -219,11 +216,26 @@ class RolloutConfig(Section):
         return self
 
 
+class KLConfig(Section):
+    """What holds the policy to a reference: coefficient · w · k3 of every loss token."""
+
+    coefficient: PositiveFloat
+    """Per token term, under the same aggregation as the policy gradient."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference's weights, null for those of policy.path."""
+
+
 class ObjectiveConfig(Section):
-    """How rewards become advantages and how token terms are added up."""
+    """How rewards become advantages, how token terms are added up, and what else is optimised."""
 
     advantage: AdvantageKind = "leave_one_out"
     aggregation: AggregationKind = "token_sum"
+    kl: KLConfig | None = None
+    """A reference policy to stay near; null for none."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Of the bonus coefficient · w · entropy of every loss token's distribution; 0 for none."""
+    mismatch: Annotated[AnyMismatch, Field(discriminator="name")] | None = None
+    """A token factor for engine against learner, with trajectory methods: truncate or mask."""
 
 
 class OptimConfig(Section):
@@ -296,6 +308,10 @@ class LearnerConfig(Section):
     passes: Literal["auto", "single_pass", "two_pass"] = "auto"
     """single_pass forms weights from the training forward and needs whole groups in a
     micro-batch; two_pass scores the batch first; auto takes single_pass where it can."""
+    skip_zero_advantage: bool = True
+    """Leave groups whose advantages are all 0 out of forward and backward. They keep their place
+    in every denominator. Without effect where such a group has a part in the gradient all the
+    same: with a KL term, an entropy bonus, or a method that looks at the whole batch."""
 
 
 class EvaluationConfig(Section):
@@ -336,6 +352,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.group_size: 1 with objective.advantage {self.objective.advantage}, which "
                 "needs a second trajectory to compare with; use group_size 2 or more"
+            )
+        if self.objective.mismatch is not None and isinstance(self.estimator, TokenEstimator):
+            raise ValueError(
+                f"objective.mismatch: {self.objective.mismatch.name} is a factor for the weights "
+                f"of whole trajectories, and estimator {self.estimator.name} weights each token by "
+                "its own ratio; take it away, or use a trajectory method such as gmc"
             )
         self.optim.check_fits(self.train.steps)
         self._check_batches()

@@ -15,6 +15,7 @@ from megatron_gmc.learner.checkpoint import load_learner
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model_weights import load_weights
+from megatron_gmc.learner.reference import ReferencePolicy
 from megatron_gmc.run_folder import RunFolder
 from megatron_gmc.setup_checks import check_task
 
@@ -40,7 +41,7 @@ def open_learner(
     config: Config, shape: ModelShape, folder: RunFolder, lead: Lead | None
 ) -> Learner:
     """Join the mesh and build the learner, at the version that rank 0 chose; collective."""
-    mesh = Mesh.create(config.mesh.tensor, config.mesh.pipeline)
+    mesh = Mesh.of(config.mesh)
     learner = Learner(shape, mesh, config.optim, config.train.steps)
     # Rank 0 alone has looked which checkpoint is good.
     version = torch.tensor(lead.resumes_at if lead else NO_CHECKPOINT, device=mesh.device)
@@ -50,5 +51,14 @@ def open_learner(
             load_learner(folder.checkpoint(int(version)) / "learner", learner)
         return learner
     with blamed_on("policy.path"):
-        load_weights(learner.module, shape, mesh, stream_tensors(config.policy.path))
+        load_weights(learner.chunks, shape, mesh, stream_tensors(config.policy.path))
     return learner
+
+
+def open_reference(config: Config, learner: Learner) -> ReferencePolicy | None:
+    """The reference policy of a KL term, None where there is no such term; collective."""
+    kl = config.objective.kl
+    if kl is None:
+        return None
+    with blamed_on("objective.kl.reference"):
+        return ReferencePolicy(learner, stream_tensors(kl.reference or config.policy.path))

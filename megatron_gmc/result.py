@@ -24,6 +24,10 @@ def finish_run(folder: RunFolder, config: Config, *, seconds: float) -> None:
     def values(name: str) -> list[float]:
         return [value for _, value in series.get(name, [])]
 
+    def mean(name: str) -> float | None:
+        """None for what no step could measure, as where no group of the run had a signal."""
+        return statistics.fmean(values(name)) if values(name) else None
+
     accuracy = values("evaluation/accuracy")
     result = {
         "estimator": config.estimator.name,
@@ -33,9 +37,9 @@ def finish_run(folder: RunFolder, config: Config, *, seconds: float) -> None:
         "accuracy_after": accuracy[-1] if accuracy else None,
         "lag_min": min(values("lag/min")),
         "lag_max": max(values("lag/max")),
-        "retained_mass": statistics.fmean(values("ratio/retained_mass")),
-        "mass_mean": statistics.fmean(values("ratio/mass_mean")),
-        "log_ratio_sd": statistics.fmean(values("ratio/log_ratio_sd")),
+        "retained_mass": mean("ratio/retained_mass"),
+        "mass_mean": mean("ratio/mass_mean"),
+        "log_ratio_sd": mean("ratio/log_ratio_sd"),
         "log_ratio_sd_lag0": next(iter(values("ratio/log_ratio_sd_lag0")), None),
         "grad_norm_max": max(values("grad_norm")),
         "seconds": {

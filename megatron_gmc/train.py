@@ -21,13 +21,13 @@ from megatron_gmc.learner import device_memory
 from megatron_gmc.learner.batch import Batch, broadcast_batch
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.policy_step import Objective, policy_step
-from megatron_gmc.opening import open_lead, open_learner
+from megatron_gmc.learner.policy_step import Objective, policy_step, score_proximal
+from megatron_gmc.opening import open_lead, open_learner, open_reference
 from megatron_gmc.phases import Phases
 from megatron_gmc.result import describe_method, finish_run, print_result
 from megatron_gmc.rollout.engine import EngineError
 from megatron_gmc.run_folder import RunFolder
-from megatron_gmc.setup_checks import check_model, is_lead, this_rank
+from megatron_gmc.setup_checks import check_model, check_reference, is_lead, this_rank
 from megatron_gmc.signals import StopRequest
 from megatron_gmc.watchdog import Watchdog
 from megatron_gmc.weights import write_weights
@@ -45,6 +45,7 @@ def train(config: Config, *, resume: bool) -> int:
             print_result(folder)
         return 0
     shape = check_model(config.policy.path, config.mesh, weights=True)
+    check_reference(config.objective, shape)
     stop = StopRequest()
     with stop.listening(this_rank()):
         lead = open_lead(config, shape, folder, resume) if is_lead() else None
@@ -71,7 +72,8 @@ def _loop(
     config: Config, learner: Learner, lead: Lead | None, folder: RunFolder, stop: StopRequest
 ) -> bool:
     """Train to the end; returns whether a request to stop came first."""
-    objective = Objective(config.estimator, config.objective, config.rollout.temperature)
+    reference = open_reference(config, learner)
+    objective = Objective(config.estimator, config.objective, config.rollout.temperature, reference)
     phases, first = Phases(learner.version), learner.version
     watchdog = Watchdog(learner.mesh, phases, stop, config.train.stall_timeout_s)
     keep = config.train.keep_checkpoints
@@ -90,12 +92,20 @@ def _loop(
             if batches is None:
                 break
             _take_device(config, learner, lead)
-            for step, batch in zip(steps, batches, strict=True):
+            with phases.during("learn"):
+                proximal = score_proximal(learner, batches, objective, config.learner)
+            for step, batch, proximal_K in zip(steps, batches, proximal, strict=True):
                 phases.begin_step(step)
                 with phases.during("learn"), checkpoints.completed_on(NonFiniteError):
                     try:
-                        saw = lead.saw if lead else None
-                        metrics = policy_step(learner, batch, objective, config.learner, saw)
+                        metrics = policy_step(
+                            learner,
+                            batch,
+                            objective,
+                            config.learner,
+                            proximal_K=proximal_K,
+                            seen=lead.saw if lead else None,
+                        )
                     except NonFiniteError as error:
                         raise _reported(error, lead, step) from error
                 if step == steps[-1]:

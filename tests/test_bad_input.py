@@ -123,6 +123,9 @@ def test_a_grader_that_cannot_be_found(refused: Refused) -> None:
             ("--mesh.pipeline", "3"),
             "mesh: mesh.tensor 1 × mesh.pipeline 3 = 3 is more than the number of ranks, 1; ",
         ),
+        (("--mesh.virtual_pipeline", "2"), "mesh: mesh.virtual_pipeline: 2 with mesh.pipeline 1; "),
+        (("--mesh.sequence_parallel", "true"), "mesh: mesh.sequence_parallel: true with mesh."),
+        (("--mesh.expert", "2"), "mesh: mesh.expert: 2 with a model that has no experts; "),
         (("--train.steps", "0"), "train.steps: input should be greater than 0, got 0"),
         (
             ("--rollout.max_response_tokens", "64"),

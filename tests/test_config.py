@@ -46,6 +46,9 @@ FINITE = "input should be a finite number"
         ("train.keep_checkpoints", "0", ABOVE_0),
         ("mesh.tensor", "0", ABOVE_0),
         ("mesh.pipeline", "-1", ABOVE_0),
+        ("mesh.context", "0", ABOVE_0),
+        ("mesh.expert", "0", ABOVE_0),
+        ("mesh.virtual_pipeline", "0", ABOVE_0),
         ("rollout.group_size", "0", ABOVE_0),
         ("rollout.max_response_tokens", "0", ABOVE_0),
         ("rollout.lag.exact", "-1", AT_LEAST_0),
@@ -240,21 +243,6 @@ def test_what_the_optimizer_would_not_read(
     config_file: Path, overrides: tuple[str, ...], expected: str
 ) -> None:
     assert message(config_file, *overrides).startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("axis", "what"),
-    [
-        ("context", "context parallelism"),
-        ("expert", "expert parallelism"),
-        ("virtual_pipeline", "interleaved pipelines"),
-        ("sequence_parallel", "sequence parallelism"),
-    ],
-)
-def test_axes_of_the_mesh_that_are_not_there_yet(config_file: Path, axis: str, what: str) -> None:
-    assert message(config_file, f"--mesh.{axis}", "2").startswith(
-        f"mesh.{axis}: {what} is not supported yet; the mesh has tensor, pipeline and,"
-    )
 
 
 def test_two_held_out_sets(config_file: Path) -> None:

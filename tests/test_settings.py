@@ -134,7 +134,8 @@ UNKNOWN_KEYS = {
     "--task.source.pth": "task.source.pth: unknown key; did you mean path?",
     "--task.held_out_source.pth": "task.held_out_source.pth: unknown key; did you mean path?",
     "--task.grader.pathe": "task.grader.pathe: unknown key; did you mean path?",
-    "--mesh.colour": "mesh.colour: unknown key; known here: tensor, pipeline",
+    "--mesh.colour": "mesh.colour: unknown key; known here: "
+    "tensor, pipeline, virtual_pipeline, context, expert, sequence_parallel",
 }
 
 

@@ -133,7 +133,7 @@ def test_every_estimator_takes_the_same_step_at_lag_0(task: Path, finished: Path
         objective = Objective(ESTIMATORS[name](), ObjectiveConfig(), temperature=0.7)
         _, record, _ = policy_gradient(learner, batch, objective, LearnerConfig())
         assert record.ratios.log_ratio_N.abs().max() < 1e-4
-        gradients[name] = torch.cat([p.main_grad.flatten() for p in learner.module.parameters()])
+        gradients[name] = torch.cat([p.main_grad.flatten() for p in learner.chunks[0].parameters()])
     assert gradients["none"].norm() > 1
     for name, gradient in gradients.items():
         difference = (gradient - gradients["none"]).norm() / gradients["none"].norm()
@@ -143,7 +143,7 @@ def test_every_estimator_takes_the_same_step_at_lag_0(task: Path, finished: Path
 def untrained_learner(task: Path) -> Learner:
     shape, mesh = load_shape(task / "policy"), Mesh.create(1, 1)
     learner = Learner(shape, mesh, OptimConfig(lr=1e-3), steps=1)
-    load_weights(learner.module, shape, mesh, stream_tensors(task / "policy"))
+    load_weights(learner.chunks, shape, mesh, stream_tensors(task / "policy"))
     return learner
 
 

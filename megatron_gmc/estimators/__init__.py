@@ -8,6 +8,8 @@ those on the current log-probs under the whole batch's denominator.
 from megatron_gmc.estimators.advantages import AdvantageKind, advantages
 from megatron_gmc.estimators.base import Estimator, Scope, TokenEstimator, TrajectoryEstimator
 from megatron_gmc.estimators.diagnostics import (
+    advantage_metrics,
+    lag_metrics,
     mismatch_warning,
     ratio_diagnostics,
     step_diagnostics,
@@ -20,13 +22,21 @@ from megatron_gmc.estimators.loss import (
     Denominator,
     non_finite_trajectories,
     policy_loss,
+    weighted_sum,
 )
 from megatron_gmc.estimators.m2po import M2PO
 from megatron_gmc.estimators.members import SoftThreshold, WaterFilling
+from megatron_gmc.estimators.mismatch import AnyMismatch, MaskedMismatch, TruncatedMismatch
 from megatron_gmc.estimators.pareto import pareto_shape
 from megatron_gmc.estimators.plain import SNIS, NoCorrection, PlainIS
 from megatron_gmc.estimators.proximal import DecoupledPPO, IcePop, TISToken
-from megatron_gmc.estimators.ratios import k3_sums, log_mass, trajectory_means, trajectory_sums
+from megatron_gmc.estimators.ratios import (
+    k3_sums,
+    log_mass,
+    reference_k3,
+    trajectory_means,
+    trajectory_sums,
+)
 from megatron_gmc.estimators.records import TokenRatios, TrajectoryRatios
 from megatron_gmc.estimators.registry import ESTIMATORS, AnyEstimator
 from megatron_gmc.estimators.sequence import MIS, TISSequence
@@ -45,12 +55,14 @@ __all__ = [
     "AdvantageKind",
     "AggregationKind",
     "AnyEstimator",
+    "AnyMismatch",
     "DecoupledPPO",
     "Denominator",
     "Estimator",
     "GMCDifferentiable",
     "GMCPooled",
     "IcePop",
+    "MaskedMismatch",
     "NoCorrection",
     "PlainIS",
     "Scope",
@@ -63,16 +75,21 @@ __all__ = [
     "TokenRatios",
     "TrajectoryEstimator",
     "TrajectoryRatios",
+    "TruncatedMismatch",
     "WaterFilling",
+    "advantage_metrics",
     "advantages",
     "k3_sums",
+    "lag_metrics",
     "log_mass",
     "mismatch_warning",
     "non_finite_trajectories",
     "pareto_shape",
     "policy_loss",
     "ratio_diagnostics",
+    "reference_k3",
     "step_diagnostics",
     "trajectory_means",
     "trajectory_sums",
+    "weighted_sum",
 ]

@@ -19,6 +19,8 @@ class _Method:
     """What both kinds have in common; a method is a frozen dataclass of its parameters."""
 
     scope: ClassVar[Scope] = "trajectory"
+    reads_proximal: ClassVar[bool] = False
+    """Whether the policy at the start of the update matters, apart from current and behaviour."""
 
     # Read by pydantic when a config tree holds the dataclass: an unknown parameter is refused.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

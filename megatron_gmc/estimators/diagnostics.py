@@ -42,6 +42,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_gmc.estimators.groups import Groups
 from megatron_gmc.estimators.pareto import pareto_shape
 from megatron_gmc.estimators.ratios import group_log_mass, log_sum
 from megatron_gmc.estimators.records import TrajectoryRatios
@@ -77,8 +78,8 @@ def step_diagnostics(
         **ratio_diagnostics(ratios, weight_N, epsilon=epsilon),
         **_spread("ratio/log_ratio_sd_lag0", ratios.log_ratio_N[lag0_N]),
         **_token_metrics(ratios, k3_sum_N, clipped_N),
-        **_lag_metrics(lag_N),
-        "advantage/zero_group_share": _zero_group_share(ratios),
+        **lag_metrics(lag_N),
+        **advantage_metrics(ratios.advantage_N, ratios.grouping),
     }
 
 
@@ -111,7 +112,7 @@ def mismatch_warning(metrics: Mapping[str, float]) -> str | None:
         f"deviation of {spread:.2f}, above {MISMATCH_LIMIT:g}, so that weights of whole responses "
         "lose much of the gradient before any lag. Make the two agree (same dtype, float32 output "
         "layer, same kernels), shorten the responses, or weight tokens (estimator.name tis_token "
-        "or icepop)"
+        "or icepop, or objective.mismatch)"
     )
 
 
@@ -181,7 +182,8 @@ def _token_metrics(
     }
 
 
-def _lag_metrics(lag_N: Tensor) -> dict[str, float]:
+def lag_metrics(lag_N: Tensor) -> dict[str, float]:
+    """Those of `step_diagnostics` that need lags alone; int64 [N]."""
     lags, counts = lag_N.unique(return_counts=True)
     shares = {
         f"lag/share_{lag}": count / len(lag_N)
@@ -195,9 +197,10 @@ def _lag_metrics(lag_N: Tensor) -> dict[str, float]:
     }
 
 
-def _zero_group_share(ratios: TrajectoryRatios) -> float:
-    largest_P = ratios.grouping.max(ratios.advantage_N.double().abs())
-    return float((largest_P == 0).double().mean())
+def advantage_metrics(advantage_N: Tensor, groups: Groups) -> dict[str, float]:
+    """Those of `step_diagnostics` that need advantages alone; float [N]."""
+    largest_P = groups.max(advantage_N.double().abs())
+    return {"advantage/zero_group_share": float((largest_P == 0).double().mean())}
 
 
 def _exp_of_mean(log_value_P: Tensor) -> float:

@@ -50,14 +50,33 @@ def policy_loss(
     selected away: the loss is not finite wherever a coefficient or a log-prob with a coefficient
     is not. No token at all gives 0, attached to log_prob_K's graph.
     """
-    assert log_prob_K.dtype in (torch.float32, torch.float64), log_prob_K.dtype
-    assert coefficient_K.shape == log_prob_K.shape, (coefficient_K.shape, log_prob_K.shape)
-    scale_K = coefficient_K.detach().double() / denominator.of(aggregation)
+    total = weighted_sum(
+        log_prob_K, coefficient_K, trajectory_K, tokens_N, denominator, aggregation
+    )
+    return -total
+
+
+def weighted_sum(
+    value_K: Tensor,
+    weight_K: Tensor,
+    trajectory_K: Tensor,
+    tokens_N: Tensor,
+    denominator: Denominator,
+    aggregation: AggregationKind,
+) -> Tensor:
+    """Σ_k weight_k · value_k / denominator: how any term of the loss is added up over tokens.
+
+    Shapes, dtypes and what becomes of zeros and NaN as in `policy_loss`, with a value in the place
+    of the log-prob and a weight, held fixed, in that of the coefficient.
+    """
+    assert value_K.dtype in (torch.float32, torch.float64), value_K.dtype
+    assert weight_K.shape == value_K.shape, (weight_K.shape, value_K.shape)
+    scale_K = weight_K.detach().double() / denominator.of(aggregation)
     if aggregation == "trajectory_mean":
         scale_K = scale_K / tokens_N[trajectory_K]
     # Rounded before the product: what overflows in the gradient then shows in the loss.
-    term_K = _terms(log_prob_K, scale_K.to(log_prob_K.dtype))
-    return -term_K.sum().to(log_prob_K.dtype)
+    term_K = _terms(value_K, scale_K.to(value_K.dtype))
+    return term_K.sum().to(value_K.dtype)
 
 
 def non_finite_trajectories(

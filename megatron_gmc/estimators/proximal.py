@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class _ProximalPPO(TokenEstimator):
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    reads_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)

@@ -39,6 +39,17 @@ def k3_sums(log_ratio_K: Tensor, trajectory_K: Tensor, trajectories: int) -> Ten
     return trajectory_sums(torch.expm1(log_ratio_K) - log_ratio_K, trajectory_K, trajectories)
 
 
+def reference_k3(log_prob_K: Tensor, reference_log_prob_K: Tensor) -> Tensor:
+    """exp(d) − 1 − d of each token, d = reference − current log-prob; differentiable, [K].
+
+    At samples of the current policy its mean estimates KL(current ‖ reference), every term at
+    least 0 (Schulman 2020, estimator k3); samples of another policy need their ratio as a weight.
+    With the weight held fixed its gradient is that of KL(reference ‖ current).
+    """
+    difference_K = reference_log_prob_K.detach() - log_prob_K
+    return torch.expm1(difference_K) - difference_K
+
+
 def log_sum(log_value_N: Tensor, groups: Groups) -> Tensor:
     """log Σ exp(log_value) over each group, float64 [P]; −inf where every member is −inf."""
     scaled_N, shift_P = groups.shifted_exp(log_value_N.double())

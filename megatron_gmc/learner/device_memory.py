@@ -35,8 +35,11 @@ def take_back(learner: Learner) -> None:
 
 
 def _gradient_buffers(learner: Learner) -> list[Tensor]:
-    model = learner.model
-    return [buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    return [
+        buffer.grad_data
+        for chunk in learner.model
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
 
 
 def _move_state(learner: Learner, device: Device) -> int:

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gmc.estimators import k3_sums, log_mass, trajectory_means, trajectory_sums
+from megatron_gmc.estimators import (
+    k3_sums,
+    log_mass,
+    reference_k3,
+    trajectory_means,
+    trajectory_sums,
+)
 from tests.estimators import oracle
 from tests.estimators.records import double
 
@@ -39,6 +45,23 @@ def test_sums_of_float32_values_are_float64() -> None:
 def test_means_give_an_empty_trajectory_the_ratio_one() -> None:
     means_N = trajectory_means(double([1, 2, 6]), torch.tensor([0, 2, 2]), 3)
     assert means_N.tolist() == [1, 1, 4]
+
+
+def test_k3_of_a_reference_and_what_its_gradient_is() -> None:
+    """Σ π k3 = KL(π ‖ reference) by enumeration; with π as a fixed weight its gradient is that of
+    KL(reference ‖ π)."""
+    logits = double([0.3, -1.2, 0.8, 0.1]).requires_grad_()
+    reference = double([0.1, 0.2, 0.3, 0.4])
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp().detach()
+    terms_K = reference_k3(log_p, reference.log())
+    divergence = (p * (log_p - reference.log())).sum()
+    torch.testing.assert_close((p * terms_K).sum(), divergence)
+    assert bool((terms_K >= 0).all())
+    (found,) = torch.autograd.grad((p * terms_K).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((reference * (reference.log() - log_p)).sum(), logits)
+    torch.testing.assert_close(found, expected)
+    assert reference_k3(reference.log(), reference.log()).tolist() == [0, 0, 0, 0]
 
 
 def test_k3_is_the_exact_divergence_over_all_tokens() -> None:

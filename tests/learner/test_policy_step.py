@@ -25,6 +25,7 @@ GMC = Objective(ESTIMATORS["gmc"](), ObjectiveConfig(), 1.0)
 PLAIN_IS = Objective(ESTIMATORS["is"](), ObjectiveConfig(), 1.0)
 METHODS = ("gmc", "none", "is", "tic_clip", "tic_mask", "grpo")
 TWO_PASSES = LearnerConfig(micro_batch_tokens=16)
+NOTHING_SKIPPED = LearnerConfig(skip_zero_advantage=False)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def state(learner: Learner) -> list[Tensor]:
     """Weights, moments and step counts, copied."""
     moments = list(tensors_in(copy.deepcopy(learner.optimizer.state_dict())))
     assert len(moments) >= 2
-    return [p.detach().clone() for p in learner.module.parameters()] + moments
+    return [p.detach().clone() for p in learner.chunks[0].parameters()] + moments
 
 
 def assert_untouched(before: list[Tensor], learner: Learner) -> None:
@@ -68,8 +69,8 @@ def with_first(row: Row, log_prob: float) -> Row:
 
 
 def gradient_of(learner: Learner, rows: list[Row], objective: Objective) -> Tensor:
-    policy_gradient(learner, Batch.from_rows(rows), objective, LearnerConfig())
-    return torch.cat([p.main_grad.flatten() for p in learner.module.parameters()])
+    policy_gradient(learner, Batch.from_rows(rows), objective, NOTHING_SKIPPED)
+    return torch.cat([p.main_grad.flatten() for p in learner.chunks[0].parameters()])
 
 
 # -- nothing to learn from ---------------------------------------------------------------------
@@ -93,10 +94,10 @@ def test_a_skipped_step_with_a_sharded_optimizer(folder: Path, mesh: Mesh) -> No
     """R7."""
     learner = new_learner(folder, mesh, DISTRIBUTED)
     imitate(learner, 1)
-    before = [p.detach().clone() for p in learner.module.parameters()]
+    before = [p.detach().clone() for p in learner.chunks[0].parameters()]
     rows = [masked(row) for row in random_rows(2)]
     assert policy_step(learner, Batch.from_rows(rows), GMC, LearnerConfig())["step/skipped"] == 1
-    after = list(learner.module.parameters())
+    after = list(learner.chunks[0].parameters())
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
 
@@ -106,8 +107,8 @@ def test_a_trajectory_without_a_loss_token_is_no_reason_to_skip(learner: Learner
     first, *rest = random_rows(2)
     metrics = policy_step(learner, Batch.from_rows([masked(first), *rest]), GMC, LearnerConfig())
     assert metrics["step/skipped"] == 0
-    assert not torch.equal(before[0], next(iter(learner.module.parameters())))
-    assert all(torch.isfinite(p).all() for p in learner.module.parameters())
+    assert not torch.equal(before[0], next(iter(learner.chunks[0].parameters())))
+    assert all(torch.isfinite(p).all() for p in learner.chunks[0].parameters())
 
 
 def test_rewards_that_are_all_equal(learner: Learner) -> None:
@@ -186,7 +187,7 @@ def test_a_weight_that_float32_cannot_hold(learner: Learner) -> None:
 
 def test_weights_of_the_policy_that_are_not_finite(learner: Learner) -> None:
     with torch.no_grad():
-        next(iter(learner.module.parameters())).fill_(NAN)
+        next(iter(learner.chunks[0].parameters())).fill_(NAN)
     with pytest.raises(NonFiniteError):
         policy_step(learner, Batch.from_rows(random_rows(2)), GMC, LearnerConfig())
     assert learner.version == 1
