@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="Hugging Face folder whose config and tokenizer a Megatron checkpoint belongs to",
     )
+    convert.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the weights' own"
+    )
+    convert.add_argument(
+        "--dry-run", action="store_true", help="check everything and write nothing"
+    )
     convert.set_defaults(run=_convert)
 
     _add_slurm(commands)
@@ -191,7 +197,13 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> int:
 def _convert(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.convert_command import convert
 
-    return convert(options.source, options.target, like=options.like)
+    return convert(
+        options.source,
+        options.target,
+        like=options.like,
+        dtype=options.dtype,
+        dry_run=options.dry_run,
+    )
 
 
 def _theory(options: argparse.Namespace, rest: list[str]) -> int:

@@ -42,7 +42,7 @@ def refused(
     def built(*_: object, **__: object) -> None:
         raise AssertionError("a model was built or an engine started")
 
-    for place in ("opening.Learner", "opening.Lead", "sft.Learner", "convert_command.build_model"):
+    for place in ("opening.Learner", "opening.Lead", "sft.Learner"):
         monkeypatch.setattr(f"megatron_gmc.{place}", built)
 
     def run(*overrides: str | Path, words: tuple[str | Path, ...] = ("train", config_file)) -> str:

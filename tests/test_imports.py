@@ -62,6 +62,8 @@ FORBIDDEN = {
     "evaluate": {"megatron", "torch"},
     "sweep": {"megatron", "torch"},
 }
+# Files, and no process groups.
+EXCEPT = {"convert": {"torch.distributed.checkpoint"}}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -84,7 +86,8 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
     own = f"megatron_gmc.{room}"
     for path in sorted((PACKAGE / room).rglob("*.py")):
         for name in imports(path):
-            assert not within(name, FORBIDDEN[room]), f"{path} imports {name}"
+            if not within(name, EXCEPT.get(room, set())):
+                assert not within(name, FORBIDDEN[room]), f"{path} imports {name}"
             # `from megatron_gmc import x` reports the package itself as well.
             if name.startswith("megatron_gmc."):
                 assert within(name, {own, *ALLOWED[room]}), f"{path} imports {name}"

@@ -295,9 +295,8 @@ def test_there_and_back(
     edit_json(other / "config.json", intermediate_size=64)
     assert main(["convert", str(megatron), str(back), "--like", str(other)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: --like {other}: cannot read the checkpoint {megatron}: Global")
+    assert said.startswith(f"error: --like {other}: {megatron}: decoder.layers.mlp.linear_fc1")
     assert len(said.splitlines()) == 1
-    end_world()
     assert not back.exists()
     assert main(["convert", str(megatron), str(back), "--like", str(source)]) == 0
     assert_same_weights(tmp_path / "run", finished)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Container, Iterator
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from megatron_gmc.convert.hf_config import ModelShape
 
 _GATE_UP = ".mlp.experts.gate_up_proj"
 _DOWN = ".mlp.experts.down_proj"
+_SINGLE = re.compile(r"(.+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def separated(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
@@ -41,3 +43,14 @@ def separated(name: str, tensor: Tensor, shape: ModelShape) -> Iterator[tuple[st
             gate, up = matrix.chunk(2)
             yield f"{prefix}.{expert}.gate_proj.weight", gate
             yield f"{prefix}.{expert}.up_proj.weight", up
+
+
+def single(name: str, names: Container[str], get: Callable[[str], Tensor]) -> Tensor:
+    """Tensor `name` from a source that holds `names`, where it may be part of a stacked one."""
+    match = _SINGLE.fullmatch(name)
+    if match is None or name in names:
+        return get(name)
+    prefix, expert, kind = match[1], int(match[2]), match[3]
+    if kind == "down":
+        return get(prefix + _DOWN)[expert]
+    return get(prefix + _GATE_UP)[expert].chunk(2)[0 if kind == "gate" else 1]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_gmc.convert.safetensors_stream import Entry, write_files
 
 T = TypeVar("T")
 
@@ -49,20 +54,50 @@ def tensor_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _read(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
 
 
+class TensorFiles:
+    """The tensors of a folder by name, each read when it is asked for and kept by nobody.
+
+    Raises ValueError as `stream_tensors`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        self.dtypes: dict[str, str] = {}
+        """Each tensor's dtype as safetensors names it, as F32 or BF16."""
+        for path in _weight_files(folder):
+            with _opened(folder, path) as file:
+                for name in file.keys():  # noqa: SIM118 (no mapping)
+                    self._files[name] = path
+                    self.dtypes[name] = file.get_slice(name).get_dtype()
+
+    def get(self, name: str) -> Tensor:
+        """The tensor `name`, on the CPU."""
+        # The file is mapped for this one tensor: pages of others never count as ours.
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+
+@contextmanager
+def _opened(folder: Path, path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise ValueError(f"{folder / _INDEX} names {path.name}, which is missing") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
 def _read(folder: Path, value: Callable[[safe_open, str], T]) -> Iterator[tuple[str, T]]:
     for path, names in _weight_files(folder).items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                present = list(file.keys())
-                if names is not None and set(names) != set(present):
-                    name = min(set(names) ^ set(present))
-                    raise ValueError(f"{folder / _INDEX} and {path.name} disagree about {name}")
-                for name in present:
-                    yield name, value(file, name)
-        except FileNotFoundError:
-            raise ValueError(f"{folder / _INDEX} names {path.name}, which is missing") from None
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        with _opened(folder, path) as file:
+            present = list(file.keys())
+            if names is not None and set(names) != set(present):
+                name = min(set(names) ^ set(present))
+                raise ValueError(f"{folder / _INDEX} and {path.name} disagree about {name}")
+            for name in present:
+                yield name, value(file, name)
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
@@ -110,22 +145,58 @@ def write_folder(
     the weights. Raises ValueError where `target` exists or `source` has no config.json, OSError
     where writing fails, as on a full disk.
     """
+    with _beside_config(target, source) as partial:
+        dtypes = _write_weights(partial, tensors, max_shard_bytes)
+        _write_config(partial, source, dtypes)
+
+
+def stream_folder(
+    target: Path,
+    entries: Sequence[Entry],
+    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Tensor]],
+    source: Path,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """As `write_folder`, for tensors known beforehand, which come in the order of `entries`.
+
+    Memory: one tensor.
+    """
+    with _beside_config(target, source) as partial:
+        shards = write_files(partial, entries, dtype, tensors, max_shard_bytes)
+        total = sum(prod(entry.shape) for entry in entries) * dtype.itemsize
+        _name_shards(partial, shards, total)
+        _write_config(partial, source, {str(dtype).removeprefix("torch.")})
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which appears under `target` whole, by one rename, or not at all.
+
+    Raises ValueError where `target` exists.
+    """
     if target.exists():
         raise ValueError(f"{target} exists already; remove it, or write to another folder")
-    if not (source / "config.json").exists():
-        raise ValueError(f"{source} has no config.json to go with the weights")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        dtypes = _write_weights(partial, tensors, max_shard_bytes)
-        _write_config(partial, source, dtypes)
-        for name in _COMPANIONS:
-            if (source / name).exists():
-                shutil.copyfile(source / name, partial / name)
+        yield partial
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _beside_config(target: Path, source: Path) -> Iterator[Path]:
+    """A new folder for weights that belong to `source`'s config and tokenizer."""
+    if not (source / "config.json").exists():
+        raise ValueError(f"{source} has no config.json to go with the weights")
+    with new_folder(target) as partial:
+        yield partial
+        for name in _COMPANIONS:
+            if (source / name).exists():
+                shutil.copyfile(source / name, partial / name)
 
 
 def _write_weights(
