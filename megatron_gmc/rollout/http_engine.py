@@ -66,6 +66,8 @@ class HttpEngine:
         self._context = context
         self._sample_timeout_s = sample_timeout_s
         self._published: set[int] = set()
+        self.cache_key: str | None = None
+        """Where set, prompts share a cache only with requests of the same key (`extra_key`)."""
 
     @property
     def name(self) -> str:
@@ -149,11 +151,13 @@ class HttpEngine:
             }
             for request in requests
         ]
-        body = {
+        body: dict[str, object] = {
             "input_ids": [list(request.prompt_tokens) for request in requests],
             "sampling_params": sampling_params,
             "return_logprob": True,
         }
+        if self.cache_key is not None:
+            body["extra_key"] = self.cache_key
         answers = await self._session.post(
             GENERATE_ANSWERS, "/generate", self._sample_timeout_s, body
         )

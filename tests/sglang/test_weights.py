@@ -13,7 +13,7 @@ from megatron_gmc.rollout.engine import EngineError
 from megatron_gmc.rollout.sglang.engine import InFlight, RunningServer
 from megatron_gmc.rollout.sglang.server import SglangServer
 from megatron_gmc.rollout.sglang.transports import TransportName
-from megatron_gmc.rollout.types import Refusal, Sample
+from megatron_gmc.rollout.types import Refusal, Sample, SampleRequest
 from tests.rollout.models import oracle_log_probs, oracle_model
 from tests.sglang.servers import (
     LONG,
@@ -98,6 +98,23 @@ def worst_span_error(sources: dict[int, Path], samples: list[Sample]) -> float:
                 worst, float(np.abs(sample.log_probs - expected.numpy())[own].max(initial=0))
             )
     return worst
+
+
+async def test_a_cache_that_outlives_its_weights_is_not_found_again(
+    server: Running, folder: Path, other_folder: Path
+) -> None:
+    """pause_in_place keeps the cache of what is under way, and with it that of its prompt."""
+    engine = new_engine(outside(server), folder, in_flight="pause_in_place")
+    await engine.start()
+    await engine.update_weights(folder, 51)
+    sampling = asyncio.create_task(engine.sample(LONG, LONG_PARAMS))
+    await asyncio.sleep(0.3)
+    await engine.update_weights(other_folder, 52)
+    same_prompt = [SampleRequest(1, LONG[0].prompt_tokens, 8, 2)]
+    results = await samples_of(engine, same_prompt)
+    assert worst_error(other_folder, results, same_prompt) <= 1e-5
+    await sampling
+    await engine.close()
 
 
 async def test_refused_weights_put_the_engine_out_of_service_until_a_whole_version(

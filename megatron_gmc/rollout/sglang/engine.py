@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -151,11 +152,13 @@ class SglangEngine:
         self._fault = None
         try:
             async with self._death_explained(), self._responses_held():
-                await self.resume_memory("weights")
+                await self._resume_memory("weights")
                 async with http.publishing(version):
                     flush = self._weights.in_flight != "pause_in_place"
                     await transport.send(http.session, folder, version, flush=flush)
-                await self.resume_memory("kv_cache")
+                await self._resume_memory("kv_cache")
+                # a cache that could not be emptied is not found again under another key
+                http.cache_key = f"{version}-{secrets.token_hex(4)}"
             async with self._death_explained():
                 self._probes.check(version, self._name, await score(http.session))
         except BaseException as error:
@@ -169,15 +172,14 @@ class SglangEngine:
         await self._memory("/release_memory_occupation", list(_MEMORY_TAGS))
         self._released = True
 
-    async def resume_memory(self, tag: str) -> None:
+    async def _resume_memory(self, tag: str) -> None:
         """Take back what `release_memory` gave, as far as `tag` goes; weights come first."""
         if self._released:
             await self._memory("/resume_memory_occupation", [tag])
             self._released = tag != _MEMORY_TAGS[-1]
 
     async def close(self) -> None:
-        if self._http is not None and self._transport is not None:
-            await self._transport.close(self._http.session)
+        if self._http is not None:
             await self._http.close()
         self._http = self._transport = None
         if isinstance(self._server, SglangServer):
@@ -193,9 +195,9 @@ class SglangEngine:
     @asynccontextmanager
     async def _responses_held(self) -> AsyncIterator[None]:
         """Let running responses end (wait), or hold them in the server and continue them after."""
+        self._open.clear()  # what comes now waits here, and is computed by the new weights alone
         mode = _PAUSE_MODES.get(self._weights.in_flight)
         if mode is None:
-            self._open.clear()
             while self._running:
                 self._changed.clear()
                 await self._changed.wait()

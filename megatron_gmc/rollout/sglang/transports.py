@@ -43,10 +43,6 @@ class Transport(Protocol):
         self, session: HttpSession, folder: Path, version: int, *, flush: bool
     ) -> None: ...
 
-    async def close(self, session: HttpSession) -> None:
-        """Forget the engine; it may be gone."""
-        ...
-
 
 class DiskTransport:
     def __init__(self, timeout_s: float) -> None:
@@ -59,9 +55,6 @@ class DiskTransport:
             "flush_cache": flush,
         }
         await call(session, "/update_weights_from_disk", body, self._timeout_s)
-
-    async def close(self, session: HttpSession) -> None:
-        """Nothing is kept between transfers."""
 
 
 class DistributedTransport:
@@ -91,10 +84,6 @@ class DistributedTransport:
                 }
                 await self._both(session, "/update_weights_from_distributed", body, group, bucket)
         self._group = group
-
-    async def close(self, session: HttpSession) -> None:
-        """The engine's side ends with its process, or with the next group's first transfer."""
-        self._group = None
 
     async def _join(self, session: HttpSession) -> SendingGroup:
         name = f"weights-{secrets.token_hex(8)}"
@@ -146,9 +135,6 @@ class TensorTransport:
                     **_stamp(bucket, version, flush),
                 }
                 await call(session, "/update_weights_from_tensor", body, self._timeout_s)
-
-    async def close(self, session: HttpSession) -> None:
-        """Nothing is kept between transfers."""
 
 
 async def call(session: HttpSession, path: str, body: object, timeout_s: float) -> None:
