@@ -227,7 +227,7 @@ def test_answers_of_an_earlier_life_change_nothing() -> None:
     with running(driver):
         learn(driver, range(12))
     assert slow.deaths >= 1
-    # The last death may come too late for another life.
+    # step 0 waited for the echo; the last death may have come too late for its start
     assert slow.deaths <= slow.starts <= slow.deaths + 1
 
 
