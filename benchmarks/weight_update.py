@@ -51,7 +51,7 @@ class Row:
         faults = []
         if self.ratio > TIME_BOUND:
             faults.append(f"{self.transport} takes {self.ratio:.2f} × plain, bound {TIME_BOUND}")
-        if self.buckets > MEMORY_BOUND:
+        if round(self.buckets, 1) > MEMORY_BOUND:
             faults.append(
                 f"{self.transport} holds {self.buckets:.2f} buckets, bound {MEMORY_BOUND}"
             )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 
@@ -33,6 +35,20 @@ class Bucket:
         return found
 
 
+@contextmanager
+def shared_by_name() -> Iterator[None]:
+    """What is shared inside has a file name that any process of this host can open.
+
+    torch's default, a file descriptor, would have to travel over a socket of its own.
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
 def buckets(tensors: Iterator[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
     """Fill buckets in the order of `tensors`, at most `limit_bytes` each.
 
@@ -49,7 +65,8 @@ def buckets(tensors: Iterator[tuple[str, Tensor]], limit_bytes: int) -> Iterator
         size = max(limit_bytes, pending[1].nbytes)
         buffers.reverse()
         if buffers[0].nbytes < size:
-            buffers[0] = torch.empty(size, dtype=torch.uint8).share_memory_()
+            with shared_by_name():
+                buffers[0] = torch.empty(size, dtype=torch.uint8).share_memory_()
         buffer = buffers[0]
         names: list[str] = []
         shapes: list[list[int]] = []

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
-import torch.multiprocessing
 from torch import Tensor
 
 from megatron_gmc.rollout.engine import EngineError
 from megatron_gmc.rollout.http_engine import UPDATE_ANSWER
 from megatron_gmc.rollout.http_session import HttpSession
 from megatron_gmc.rollout.sampling import in_daemon_thread
-from megatron_gmc.rollout.sglang.buckets import Bucket, buckets
+from megatron_gmc.rollout.sglang.buckets import Bucket, buckets, shared_by_name
 from megatron_gmc.rollout.sglang.group import SendingGroup
 
 TransportName = Literal["disk", "distributed", "tensor"]
@@ -174,14 +173,9 @@ def _stamp(bucket: Bucket, version: int, flush: bool) -> dict[str, object]:
 
 def _handles(tensors: list[tuple[str, Tensor]]) -> str:
     """SGLang's form: the pickle of handles on shared memory, which its reader checks by type."""
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    # by file name: a file descriptor would have to travel over a socket of its own
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        written = io.BytesIO()
+    written = io.BytesIO()
+    with shared_by_name():
         ForkingPickler(written).dump(tensors)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
     return base64.b64encode(written.getvalue()).decode()
 
 
