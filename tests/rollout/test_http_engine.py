@@ -351,14 +351,8 @@ async def test_nobody_listening_is_an_error_with_the_address() -> None:
 
 
 async def test_a_prompt_beyond_the_context_is_not_sent(server: ScriptedServer) -> None:
-    engine = HttpEngine(
-        "scripted",
-        server.address,
-        TOKEN,
-        vocabulary=VOCABULARY,
-        sample_timeout_s=30,
-        context=5,
-    )
+    limits = {"vocabulary": VOCABULARY, "context": 5}
+    engine = HttpEngine("scripted", server.address, TOKEN, sample_timeout_s=30, **limits)
     await engine.start()
     server.received.clear()
     with pytest.raises(ValueError, match=r"group 3: the prompt has 2 tokens.*leaves room for 1"):
