@@ -42,7 +42,7 @@ def fleet(
             folder,
             name=f"sglang-{n}",
             transport=transport,
-            in_flight="pause_in_place",
+            in_flight="retract",  # whose log-probs are each version's own
             sample_timeout_s=20.0,
             timeout_s=20.0,
             probes=probes,
@@ -127,7 +127,7 @@ def check_log_probs(groups: Sequence[Group], weights: Callable[[int], Path]) -> 
     for group in groups:
         samples = [one.sample for one in group.trajectories]
         versions = {int(v) for sample in samples for v in sample.versions}
-        if len(versions) == 1:  # else the cache is of older weights, which transformers has not
+        if len(versions) == 1:
             request = SampleRequest(group.id, group.prompt.tokens, len(samples), 0)
             error = worst_error(weights(versions.pop()), [samples], [request], PARAMS)
             assert error <= 1e-4, (group.id, error)
