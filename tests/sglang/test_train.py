@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gmc.run_log import read_metrics
+from megatron_gmc.metrics import read_metrics
 from tests.runs import Tree, run_alone, train_tree, write_config
 from tests.sglang.servers import PYTHON, need_sglang
 
