@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_gmc.checkpoints import Checkpoints
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model import initialise
+from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.run_folder import RunFolder
 
 BOUND = 1.5

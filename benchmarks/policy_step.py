@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
+from megatron_gmc.config import LearnerConfig, ObjectiveConfig
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.estimators import ESTIMATORS
 from megatron_gmc.learner import output_head
@@ -39,6 +39,7 @@ from megatron_gmc.learner.micro_batch import MicroBatch, micro_batches_of
 from megatron_gmc.learner.model_weights import initialise
 from megatron_gmc.learner.plan import plan_micro_batches
 from megatron_gmc.learner.policy_step import Objective, policy_step
+from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.sft import imitation_gradient
 
 GROUPS, GROUP_SIZE = 4, 8

@@ -26,7 +26,9 @@ from megatron_gmc.estimators import (
     AnyMismatch,
     TokenEstimator,
 )
-from megatron_gmc.rollout.scheduler import BoundedLag, ExactLag, Lag, LagScheduler, Order
+from megatron_gmc.lag_config import LagConfig
+from megatron_gmc.optim_config import OptimConfig, PolicyOptimConfig
+from megatron_gmc.rollout.scheduler import LagScheduler
 from megatron_gmc.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_gmc.tasks.config import JsonlSource, TaskConfig
 
@@ -88,72 +90,6 @@ class MeshConfig(Section):
     """Ranks that a mixture's experts are spread over; they lie inside context × data."""
     sequence_parallel: bool = False
     """Share the tokens between tensor ranks where they would all hold the same."""
-
-
-class RampConfig(Section):
-    """A lag that moves in a straight line, rounded down, before it stays."""
-
-    start: NonNegativeInt
-    """The lag of step 0."""
-    steps: PositiveInt
-    """From this step on the lag is what `exact` or `bounded` says."""
-
-
-class LagConfig(Section):
-    """How far the sampled tokens may lag behind the policy: one of exact and bounded."""
-
-    exact: NonNegativeInt | None = None
-    """Step t is trained on samples of version max(0, t − exact), wholly."""
-    bounded: NonNegativeInt | None = None
-    """Sampling never stops; no consumed token is older than this many versions."""
-    order: Order = "submission"
-    """With bounded: earliest_deadline lets finished groups overtake unfinished ones that still can
-    be consumed in time; which groups a step takes then depends on how long each took."""
-    ramp: RampConfig | None = None
-    """The lag of the first steps, as a straight line."""
-    first: tuple[NonNegativeInt, ...] = ()
-    """The lags of the first steps, one by one."""
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if (self.exact is None) == (self.bounded is None):
-            raise ValueError(
-                "give one of exact or bounded, as in 'lag: {exact: 16}'; got "
-                f"exact={self.exact}, bounded={self.bounded}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_what_fits(self) -> Self:
-        if self.ramp is not None and self.first:
-            raise ValueError("ramp: given beside first, and both say the first lags; give one")
-        if self.order != "submission" and self.exact is not None:
-            raise ValueError(
-                f"order: {self.order} needs a bounded lag; an exact one fixes what a step takes"
-            )
-        if self.order != "submission" and (self.ramp is not None or self.first):
-            raise ValueError(
-                f"order: {self.order} keeps one bound for the whole run; leave ramp and first out"
-            )
-        return self
-
-    def build(self, steps_per_batch: int) -> Lag:
-        """What the scheduler keeps; an exact lag is read at batch starts, in whole batches."""
-        if self.exact is not None:
-            return ExactLag(self.exact, self._first(self.exact, steps_per_batch))
-        assert self.bounded is not None
-        return BoundedLag(self.bounded, self._first(self.bounded, 1), order=self.order)
-
-    def _first(self, k: int, size: int) -> tuple[int, ...]:
-        if self.ramp is None:
-            return self.first
-        start, steps = self.ramp.start, self.ramp.steps
-        lags: list[int] = []
-        for step in range(0, steps, size):
-            line = start + (k - start) * step // steps
-            # The start itself is not rounded: one that does not fit is refused.
-            lags += [line - line % size if step else start] * size
-        return tuple(lags)
 
 
 class RolloutConfig(Section):
@@ -236,68 +172,6 @@ class ObjectiveConfig(Section):
     """Of the bonus coefficient · w · entropy of every loss token's distribution; 0 for none."""
     mismatch: Annotated[AnyMismatch, Field(discriminator="name")] | None = None
     """A token factor for engine against learner, with trajectory methods: truncate or mask."""
-
-
-class OptimConfig(Section):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: PositiveFloat
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.999,
-    )
-    """AdamW's decay rates."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's term in the denominator."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """SGD's momentum."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Not applied to norms and biases."""
-    clip_grad: PositiveFloat | None = None
-    """Largest global gradient norm; null leaves the gradient as it is."""
-    warmup_steps: NonNegativeInt = 0
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After warm-up: constant, decay to 0 at the last step, or flat and then linear to 0 (wsd)."""
-    decay_steps: PositiveInt | None = None
-    """Length of the decay at the end; with schedule wsd only."""
-    distributed: bool = False
-    """Shard the optimizer state over the data-parallel ranks."""
-
-    @model_validator(mode="after")
-    def _only_what_is_read(self) -> Self:
-        if (self.decay_steps is not None) != (self.schedule == "wsd"):
-            raise ValueError(
-                f"decay_steps: {self.decay_steps} with schedule {self.schedule}; schedule wsd "
-                "needs it and no other schedule reads it"
-            )
-        if self.distributed and self.name != "adamw":
-            raise ValueError(
-                f"distributed: {self.name} keeps no state that megatron-core could shard; use "
-                "adamw, or distributed false"
-            )
-        unread = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[self.name]
-        for field in unread:
-            # The resolved config of a run spells the defaults out, and can be run again.
-            if getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field}: optimizer {self.name} does not read it; remove it")
-        return self
-
-    def check_fits(self, steps: int) -> None:
-        """Raise ValueError where warm-up and decay leave no place for each other in the run."""
-        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > steps:
-            raise ValueError(
-                f"optim.decay_steps: {self.decay_steps} and optim.warmup_steps "
-                f"{self.warmup_steps} are together more than train.steps {steps}"
-            )
-
-
-class PolicyOptimConfig(OptimConfig):
-    """The optimizer of a policy, and how often engines see what it did."""
-
-    steps_per_batch: PositiveInt = 1
-    """S: optimizer steps on one batch of S × prompts_per_step groups, each on its own share of
-    them. Each makes a version; weights are published after the last."""
 
 
 class LearnerConfig(Section):

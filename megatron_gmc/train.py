@@ -8,6 +8,7 @@ step; after the S steps of a batch the new version is published to the engine.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from megatron_gmc.opening import open_lead, open_learner, open_reference
 from megatron_gmc.phases import Phases
 from megatron_gmc.result import describe_method, finish_run, print_result
 from megatron_gmc.rollout.engine import EngineError
+from megatron_gmc.rollout.fleet import FleetDownError
 from megatron_gmc.run_folder import RunFolder
 from megatron_gmc.setup_checks import check_model, check_reference, is_lead, this_rank
 from megatron_gmc.signals import StopRequest
@@ -77,6 +79,7 @@ def _loop(
     phases, first = Phases(learner.version), learner.version
     watchdog = Watchdog(learner.mesh, phases, stop, config.train.stall_timeout_s)
     keep = config.train.keep_checkpoints
+    down: FleetDownError | None = None
     with watchdog.watching(), Checkpoints(folder, learner, keep) as checkpoints:
         with phases.during("begin"):
             _publish(config, learner, lead, folder)
@@ -87,36 +90,22 @@ def _loop(
         for start in range(first, config.train.steps, size):
             steps = range(start, start + size)
             phases.begin_step(start)
-            with checkpoints.completed_on(EngineError):
-                batches = _next_batches(lead, learner.mesh, steps, phases, stop)
+            try:
+                with checkpoints.completed_on(EngineError):
+                    batches = _next_batches(lead, learner.mesh, steps, phases, stop)
+            except FleetDownError as error:
+                down = error
+                break
             if batches is None:
                 break
             _take_device(config, learner, lead)
-            with phases.during("learn"):
-                proximal = score_proximal(learner, batches, objective, config.learner)
-            for step, batch, proximal_K in zip(steps, batches, proximal, strict=True):
-                phases.begin_step(step)
-                with phases.during("learn"), checkpoints.completed_on(NonFiniteError):
-                    try:
-                        metrics = policy_step(
-                            learner,
-                            batch,
-                            objective,
-                            config.learner,
-                            proximal_K=proximal_K,
-                            seen=lead.saw if lead else None,
-                        )
-                    except NonFiniteError as error:
-                        raise _reported(error, lead, step) from error
-                if step == steps[-1]:
-                    with phases.during("publish"):
-                        _publish(config, learner, lead, folder)
-                # Before the checkpoint: a crash right after it must not cost this step its record.
-                if lead is not None:
-                    if step == steps[-1]:
-                        lead.evaluate(learner.version, fresh=True)
-                    lead.save_trajectories(step)
-                    lead.write(learner.version, {**metrics, **phases.take()})
+            metrics = _steps(config, learner, lead, objective, batches, phases, checkpoints)
+            with phases.during("publish"):
+                _publish(config, learner, lead, folder)
+            # Before the checkpoint: a crash right after it must not cost the step its record.
+            if lead is not None:
+                lead.evaluate(learner.version, fresh=True)
+                lead.write(learner.version, {**metrics, **phases.take()})
             if _is_due(config, learner.version):
                 _checkpoint(checkpoints, learner, lead, phases)
             else:
@@ -127,9 +116,46 @@ def _loop(
             _checkpoint(checkpoints, learner, lead, phases)
         with phases.during("end"):
             checkpoints.finish()
+    if down is not None:
+        raise down
     if stopped and lead is not None:
         lead.say(f"stopped before step {learner.version} by {stop.reason}; --resume goes on there")
     return stopped
+
+
+def _steps(
+    config: Config,
+    learner: Learner,
+    lead: Lead | None,
+    objective: Objective,
+    batches: Sequence[Batch],
+    phases: Phases,
+    checkpoints: Checkpoints,
+) -> dict[str, float]:
+    """One optimizer step on each of a batch's shares; the last one's metrics are for the caller."""
+    with phases.during("learn"):
+        proximal = score_proximal(learner, batches, objective, config.learner)
+    metrics: dict[str, float] = {}
+    for batch, proximal_K in zip(batches, proximal, strict=True):
+        step = learner.version
+        if lead is not None and metrics:
+            lead.write(step, {**metrics, **phases.take()})
+        phases.begin_step(step)
+        with phases.during("learn"), checkpoints.completed_on(NonFiniteError):
+            try:
+                metrics = policy_step(
+                    learner,
+                    batch,
+                    objective,
+                    config.learner,
+                    proximal_K=proximal_K,
+                    seen=lead.saw if lead else None,
+                )
+            except NonFiniteError as error:
+                raise _reported(error, lead, step) from error
+        if lead is not None:
+            lead.save_trajectories(step)
+    return metrics
 
 
 def _next_batches(
@@ -158,7 +184,8 @@ def _next_batch(
 ) -> Batch | None:
     """The batch of `step`, on every rank; None, on every rank, where the run is to stop.
 
-    Raises EngineError, on every rank, where rank 0 gets no more samples.
+    Raises EngineError, on every rank, where rank 0 gets no more samples; FleetDownError where
+    that is for want of engines.
     """
     batch, failure = None, None
     with phases.during("wait"):
@@ -167,11 +194,13 @@ def _next_batch(
         except EngineError as error:
             failure = error
     with phases.during("receive"):
-        turn = torch.tensor([batch is not None, failure is not None], device=mesh.device)
+        down = isinstance(failure, FleetDownError)
+        turn = torch.tensor([batch is not None, failure is not None, down], device=mesh.device)
         dist.broadcast(turn, src=0)
-        go, failed = turn.tolist()
+        go, failed, down = turn.tolist()
         if failed:
-            raise failure or EngineError("rank 0 gets no more samples; its own message says why")
+            kind = FleetDownError if down else EngineError
+            raise failure or kind("rank 0 gets no more samples; its own message says why")
         return broadcast_batch(batch, mesh) if go else None
 
 

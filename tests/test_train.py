@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file as load_arrays
 
 from megatron_gmc.cli import main
-from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
+from megatron_gmc.config import LearnerConfig, ObjectiveConfig
 from megatron_gmc.convert.hf_config import load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.estimators import ESTIMATORS
@@ -21,6 +21,7 @@ from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.policy_step import Objective, policy_gradient
+from megatron_gmc.optim_config import OptimConfig
 from tests.runs import (
     assert_same_weights,
     edit_json,

@@ -16,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.errors import NonFiniteError
 from megatron_gmc.learner.mesh import Mesh
@@ -26,6 +25,7 @@ from megatron_gmc.learner.model_weights import named_weights
 from megatron_gmc.learner.optimizer import build_optimizer
 from megatron_gmc.learner.pack import Padding
 from megatron_gmc.learner.plan import Limits
+from megatron_gmc.optim_config import OptimConfig
 
 
 class Learner:

@@ -11,8 +11,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.bucket_padding import keep_bucket_padding
+from megatron_gmc.optim_config import OptimConfig
 
 _MEGATRON_NAME = {"adamw": "adam", "sgd": "sgd"}
 _MEGATRON_STYLE = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}

@@ -96,9 +96,9 @@ def test_a_warned_job_comes_back_and_loses_nothing(
     wait_for(lambda: state(job, commands)["Restarts"] == "1", said)
     before = steps_of(run)
     assert before < 12, said()
-    # SLURM lets a requeued job wait for two minutes.
+    # SLURM lets a requeued job wait for two minutes; a few seconds it needs.
     subprocess.run(
-        ["scontrol", "update", f"JobId={job}", "StartTime=now"], env=commands, check=True
+        ["scontrol", "update", f"JobId={job}", "StartTime=now+5seconds"], env=commands, check=True
     )
     wait_for(lambda: state(job, commands)["JobState"] == "COMPLETED", said)
     # Every step's groups exactly once: in exact mode P groups a step, numbered from 0.

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_gmc.config import LearnerConfig, MeshConfig, ObjectiveConfig, OptimConfig
+from megatron_gmc.config import LearnerConfig, MeshConfig, ObjectiveConfig
 from megatron_gmc.learner.batch import Batch, Row
+from megatron_gmc.optim_config import OptimConfig
 from tests.distributed import run_ranks
 from tests.learner.methods import ESTIMATORS, SETTINGS
 from tests.models import VOCABULARY, tiny_model

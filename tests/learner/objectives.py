@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
+from megatron_gmc.config import LearnerConfig, ObjectiveConfig
 from megatron_gmc.convert.hf_config import load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.estimators import ESTIMATORS as REGISTRY
@@ -30,6 +30,7 @@ from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model_weights import gathered, load_weights, parameter_name
 from megatron_gmc.learner.policy_step import Objective, policy_gradient, score_proximal
 from megatron_gmc.learner.reference import ReferencePolicy
+from megatron_gmc.optim_config import OptimConfig
 from tests.estimators import oracle
 from tests.learner.gradients import TEMPERATURE, mesh_config, trajectories
 from tests.models import tiny_model

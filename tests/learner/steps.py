@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.convert.hf_config import load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.learner.batch import Batch, Row
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model_weights import load_weights
+from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.sft import imitation_gradient
 from tests.qwen3 import VOCABULARY
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.checkpoint import (
     committed_folder,
     load_learner,
@@ -20,6 +19,7 @@ from megatron_gmc.learner.checkpoint import (
     save_learner,
 )
 from megatron_gmc.learner.mesh import Mesh
+from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.run_folder import RunFolder
 from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner, weights_of
 

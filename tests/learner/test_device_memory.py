@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.device_memory import lend, take_back
 from megatron_gmc.learner.mesh import Mesh
+from megatron_gmc.optim_config import OptimConfig
 from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner, weights_of
 
 

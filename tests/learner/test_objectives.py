@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_gmc.config import LearnerConfig, ObjectiveConfig, OptimConfig
+from megatron_gmc.config import LearnerConfig, ObjectiveConfig
 from megatron_gmc.convert.hf_config import load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.estimators import ESTIMATORS
@@ -19,6 +19,7 @@ from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.policy_step import Objective, policy_step, score_proximal
+from megatron_gmc.optim_config import OptimConfig
 from tests.distributed import run_ranks
 from tests.learner.gradients import TEMPERATURE
 from tests.learner.objectives import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
+from megatron_gmc.optim_config import OptimConfig
 from tests.learner.steps import new_learner
 
 LR = 0.02

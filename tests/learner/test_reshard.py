@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_gmc.config import OptimConfig
 from megatron_gmc.learner.checkpoint import load_learner, save_learner, save_model
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.model import build_model
+from megatron_gmc.optim_config import OptimConfig
 from tests.distributed import run_ranks
 from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner
 from tests.models import save_tiny_model, tiny_model
