@@ -74,7 +74,7 @@ def test_settings_of_slurm_cannot_smuggle_lines(tmp_path: Path) -> None:
         planned(tmp_path, {"train.seed": [0]}, slurm={"partition": "a\nrm -r /"})
 
 
-@pytest.mark.parametrize(("name", "runs"), [("sweep.yaml", 12), ("sweep_full.yaml", 270)])
+@pytest.mark.parametrize(("name", "runs"), [("sweep.yaml", 12), ("sweep_full.yaml", 330)])
 def test_the_examples_are_runnable(name: str, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = SweepConfig.model_validate(yaml.safe_load((EXAMPLES / name).read_text()))
