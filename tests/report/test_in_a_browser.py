@@ -162,3 +162,17 @@ def test_the_comparison_has_means_and_standard_errors(grid: Path, opened: Open) 
     plot = page.get_by_role("application", name="Final held-out accuracy")
     plot.press("Home")
     assert "0.75 ± 0.029" in (page.locator("#by_final output").text_content() or "")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_known_fault_of_accessibility(
+    one_run: Path, grid: Path, opened: Open, scheme: str
+) -> None:
+    """By the rules of axe-core: names, roles, contrast, focus, headings."""
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python"
+    )
+    for file in (one_run, grid):
+        found = axe.Axe().run(opened(file, scheme=scheme))
+        assert found.violations_count == 0, found.generate_report()
+        assert len(found.response["passes"]) > 20
