@@ -113,7 +113,7 @@ def outcomes(module: str, *words: str) -> list[tuple[int, str]]:
 
 def test_all_ranks_name_the_one_that_hangs() -> None:
     """The one that does not come to the collective in which the other waits."""
-    for code, said in outcomes("tests.watchdog_workers", "steps", "2", "1", "waiting"):
+    for code, said in outcomes("tests.watchdog_workers", "steps", "4", "1", "waiting"):
         assert code == EXIT_FAILED
         (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
         assert line.startswith("error: rank 1 hangs, in phase learn of step 2 for ")
@@ -122,7 +122,7 @@ def test_all_ranks_name_the_one_that_hangs() -> None:
 
 def test_a_sound_run_is_left_alone() -> None:
     """Although waiting takes longer than the timeout. And a stop request reaches rank 0."""
-    said = run_ranks("tests.watchdog_workers", "steps", 2, "2", "-1", "waiting")
+    said = run_ranks("tests.watchdog_workers", "steps", 2, "4", "-1", "waiting")
     assert said[0].splitlines()[-1] == "SIGTERM to rank 1"
 
 
@@ -131,7 +131,7 @@ def test_a_frozen_rank_of_a_run(task: Path, tmp_path: Path) -> None:
     tree = train_tree(
         task,
         tmp_path / "run",
-        train={"steps": 10_000, "save_every": None, "stall_timeout_s": 4.0},
+        train={"steps": 10_000, "save_every": None, "stall_timeout_s": 8.0},
         mesh={"tensor": 2},
     )
     config = write_config(tmp_path / "train.yaml", tree)
@@ -143,7 +143,7 @@ def test_a_frozen_rank_of_a_run(task: Path, tmp_path: Path) -> None:
     time.sleep(2)
     ranks[0].send_signal(signal.SIGSTOP)
     try:
-        assert ranks[1].wait(timeout=60) == EXIT_FAILED
+        assert ranks[1].wait(timeout=TIMEOUT_S) == EXIT_FAILED
     finally:
         for rank in ranks:
             if rank.poll() is None:
