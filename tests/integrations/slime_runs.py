@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from megatron_gmc.integrations import slime as hooks
 from tests.stand_ins import stand_in_for
@@ -136,6 +135,9 @@ def own_rewards(args: Namespace, samples: list[Any]) -> tuple[list[float], list[
 
 def learner(folder: str, context: str) -> None:
     """Weighs this rank's shard; with context parallelism by slime's own functions."""
+    # Not above: a test process that imports megatron before our learner could not use the learner.
+    from megatron.core import mpu
+
     dist.init_process_group("gloo")
     mpu.initialize_model_parallel(context_parallel_size=int(context))
     data = mpu.get_data_parallel_rank()
