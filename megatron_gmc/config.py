@@ -73,6 +73,9 @@ class PolicyConfig(Section):
 
     path: Path
     """Hugging Face folder with config.json, tokenizer and safetensors."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the learner computes in and publishes. With bfloat16 the optimizer keeps weights of its
+    own in float32, and log-probs, their sums and the gradient's reduction stay in float32."""
 
 
 class MeshConfig(Section):

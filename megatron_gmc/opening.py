@@ -12,9 +12,8 @@ from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.errors import blamed_on
 from megatron_gmc.lead import NO_CHECKPOINT, Lead
 from megatron_gmc.learner.checkpoint import load_learner
-from megatron_gmc.learner.learner import Learner
+from megatron_gmc.learner.learner import DTYPES, Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.learner.reference import ReferencePolicy
 from megatron_gmc.run_folder import RunFolder
 from megatron_gmc.setup_checks import check_task
@@ -42,7 +41,8 @@ def open_learner(
 ) -> Learner:
     """Join the mesh and build the learner, at the version that rank 0 chose; collective."""
     mesh = Mesh.of(config.mesh)
-    learner = Learner(shape, mesh, config.optim, config.train.steps)
+    dtype = DTYPES[config.policy.dtype]
+    learner = Learner(shape, mesh, config.optim, config.train.steps, dtype)
     # Rank 0 alone has looked which checkpoint is good.
     version = torch.tensor(lead.resumes_at if lead else NO_CHECKPOINT, device=mesh.device)
     dist.broadcast(version, src=0)
@@ -51,7 +51,7 @@ def open_learner(
             load_learner(folder.checkpoint(int(version)) / "learner", learner)
         return learner
     with blamed_on("policy.path"):
-        load_weights(learner.chunks, shape, mesh, stream_tensors(config.policy.path))
+        learner.load(stream_tensors(config.policy.path))
     return learner
 
 

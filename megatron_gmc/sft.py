@@ -14,11 +14,11 @@ from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.errors import ConfigError, blamed_on
 from megatron_gmc.learner.batch import Batch, Row, broadcast_batch
-from megatron_gmc.learner.learner import Learner
+from megatron_gmc.learner.learner import DTYPES, Learner
 from megatron_gmc.learner.log_probs import TokenScores
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.micro_batch import MicroBatch, micro_batches_of
-from megatron_gmc.learner.model_weights import initialise, load_weights
+from megatron_gmc.learner.model_weights import initial_weights
 from megatron_gmc.learner.plan import plan_micro_batches
 from megatron_gmc.run_folder import RunFolder, write_atomically
 from megatron_gmc.run_log import RunLog
@@ -43,12 +43,13 @@ def fine_tune(config: SftConfig) -> int:
         demonstrations = _load_data(config, shape)
         folder.open(config, resume=False, resumable=False)
     mesh = Mesh.of(config.mesh)
-    learner = Learner(shape, mesh, config.optim, config.train.steps)
+    dtype = DTYPES[config.policy.dtype]
+    learner = Learner(shape, mesh, config.optim, config.train.steps, dtype)
     if pretrained:
         with blamed_on("policy.path"):
-            load_weights(learner.chunks, shape, mesh, stream_tensors(config.policy.path))
+            learner.load(stream_tensors(config.policy.path))
     else:
-        initialise(learner.chunks, shape, mesh, config.train.seed)
+        learner.load(initial_weights(shape, config.train.seed))
     _loop(config, learner, demonstrations, folder)
     write_weights(learner.weights(), mesh, config.policy.path, folder.huggingface)
     if mesh.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ from megatron_gmc.errors import NonFiniteError
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.learner.micro_batch import LossOfLogProbs, MicroBatch, run_micro_batches
 from megatron_gmc.learner.model import build_model
-from megatron_gmc.learner.model_weights import named_weights
+from megatron_gmc.learner.model_weights import load_weights, named_weights
 from megatron_gmc.learner.optimizer import build_optimizer
 from megatron_gmc.learner.pack import Padding
 from megatron_gmc.learner.plan import Limits
 from megatron_gmc.optim_config import OptimConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the config's word for them."""
 
 
 class Learner:
@@ -34,11 +37,18 @@ class Learner:
     `version` counts the optimizer steps that the weights have behind them.
     """
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, optim: OptimConfig, steps: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        optim: OptimConfig,
+        steps: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.shape = shape
         self.mesh = mesh
         self.version = 0
-        self.chunks = build_model(shape, mesh)
+        self.chunks = build_model(shape, mesh, dtype)
         self.limits = _limits(shape, mesh)
         config = self.chunks[0].config
         # Loss shares arrive divided by the batch's own denominator: nobody divides again.
@@ -47,7 +57,7 @@ class Learner:
         self.model = [self._wrap(chunk, optim) for chunk in self.chunks]
         syncs = [wrapped.no_sync for wrapped in self.model]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-        self.optimizer, self.scheduler = build_optimizer(optim, self.model, steps)
+        self.optimizer, self.scheduler = build_optimizer(optim, self.model, steps, dtype)
 
     def _wrap(self, chunk: GPTModel, optim: OptimConfig) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -117,6 +127,12 @@ class Learner:
         self.scheduler.step(1)
         self.version += 1
         return 0.0
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take weights from (Hugging Face name, tensor) pairs; see `load_weights`."""
+        load_weights(self.chunks, self.shape, self.mesh, tensors)
+        # With bfloat16 the optimizer has weights of its own, which are what it steps on.
+        self.optimizer.reload_model_params()
 
     @property
     def learning_rate(self) -> float:

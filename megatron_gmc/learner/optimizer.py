@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -19,10 +20,11 @@ _MEGATRON_STYLE = {"constant": "constant", "linear": "linear", "cosine": "cosine
 
 
 def build_optimizer(
-    config: OptimConfig, model: list[DistributedDataParallel], steps: int
+    config: OptimConfig, model: list[DistributedDataParallel], steps: int, dtype: torch.dtype
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and its schedule for a run of `steps` optimizer steps.
 
+    For a model of `dtype` bfloat16 it keeps weights in float32, which alone it steps on.
     The n-th step (n = 1 … steps) uses the schedule at n, so warm-up never spends a step at
     learning rate 0, and neither does a decay. Weight decay reaches weights, not norms: megatron
     marks them by `wd_mult`, which only the scheduler applies.
@@ -38,6 +40,8 @@ def build_optimizer(
         sgd_momentum=config.momentum,
         clip_grad=config.clip_grad or 0.0,
         use_distributed_optimizer=config.distributed,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
     )
     optimizer = get_megatron_optimizer(
         settings, model, config_overrides=get_standard_config_overrides(settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_gmc.convert.hf_config import load_shape
@@ -12,7 +13,6 @@ from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.learner.batch import Batch, Row
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
-from megatron_gmc.learner.model_weights import load_weights
 from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.sft import imitation_gradient
 from tests.qwen3 import VOCABULARY
@@ -25,9 +25,15 @@ DISTRIBUTED = ADAMW.model_copy(update={"distributed": True})
 STEPS = 6
 
 
-def new_learner(folder: Path, mesh: Mesh, optim: OptimConfig, steps: int = STEPS) -> Learner:
-    learner = Learner(load_shape(folder), mesh, optim, steps)
-    load_weights(learner.chunks, learner.shape, mesh, stream_tensors(folder))
+def new_learner(
+    folder: Path,
+    mesh: Mesh,
+    optim: OptimConfig,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+) -> Learner:
+    learner = Learner(load_shape(folder), mesh, optim, steps, dtype)
+    learner.load(stream_tensors(folder))
     return learner
 
 
