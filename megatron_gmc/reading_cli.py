@@ -9,9 +9,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_ORDERS = ("largest-weights", "most-capped", "oldest")
+
 
 def add_reading_commands(commands: Commands) -> None:
     """Add them to the parser's subcommands; heavy imports stand inside the functions below."""
+    theory = commands.add_parser(
+        "theory", help="what a cap costs at a measured sd of the log-ratios, and what to change"
+    )
+    theory.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a run")
+    theory.add_argument("--sd", type=float, help="sd of the log-ratios ℓ; default: the run's")
+    theory.add_argument("--group-size", type=int, help="G; default: the run's, or 8")
+    theory.add_argument("--epsilon", type=float, help="ε of the cap 1 + ε; the run's, or 0.2")
+    theory.set_defaults(run=_theory)
+
+    inspect = commands.add_parser(
+        "inspect", help="show the recorded groups with the largest weights, most capped, oldest"
+    )
+    inspect.add_argument("record", type=Path, metavar="RUN_OR_FILE")
+    for order in _ORDERS:
+        inspect.add_argument(
+            f"--{order}", dest="orders", action="append_const", const=order, help="this table alone"
+        )
+    inspect.add_argument("--step", type=int, help="groups of this step alone")
+    inspect.add_argument("--groups", type=int, default=10, help="rows of a table; default: 10")
+    inspect.set_defaults(run=_inspect)
+
     report = commands.add_parser("report", help="one HTML page about runs or a sweep")
     report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run or sweep folder")
     report.add_argument("--output", type=Path, help="file to write; default: report.html in RUN")
@@ -78,3 +101,22 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
     from megatron_gmc.sweep_command import sweep
 
     return sweep(config, jobs=options.jobs, retry_failed=options.retry_failed, slurm=options.slurm)
+
+
+def _theory(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.theory_command import theory
+
+    return theory(
+        options.run_folder,
+        sd=options.sd,
+        group_size=options.group_size,
+        epsilon=options.epsilon,
+    )
+
+
+def _inspect(options: argparse.Namespace, rest: list[str]) -> int:
+    from megatron_gmc.inspect_command import inspect
+
+    return inspect(
+        options.record, orders=options.orders or _ORDERS, step=options.step, count=options.groups
+    )

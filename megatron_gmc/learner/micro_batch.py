@@ -152,10 +152,8 @@ def run_micro_batches(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    total = torch.zeros((), dtype=torch.float32, device=mesh.device)
-    for output in outputs:
-        total += output["loss"].float()
-    return total
+    shares = [output["loss"].float() for output in outputs]
+    return torch.stack(shares).sum() if shares else torch.zeros((), device=mesh.device)
 
 
 def _of_all_ranks(scores: TokenScores, micro_batch: MicroBatch, mesh: Mesh) -> TokenScores:
