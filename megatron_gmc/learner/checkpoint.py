@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gmc.convert.dist_metadata import read_metadata
 from megatron_gmc.learner.background_save import PendingSave, StateCopies, begin_save
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
@@ -103,6 +104,7 @@ def load_learner(folder: Path, learner: Learner) -> None:
     Raises ValueError where the checkpoint is damaged, is another model's, or holds the moments of
     another kind of optimizer, which cannot be carried over.
     """
+    _check_pickles(folder)
     with _reading(folder):
         _check_kind(folder, learner)
         state = dist_checkpointing.load(_state(learner, loading=True), str(folder))
@@ -129,9 +131,18 @@ def load_model(folder: Path, chunks: Sequence[GPTModel]) -> None:
 
     Raises ValueError where the checkpoint is damaged or is another model's.
     """
+    _check_pickles(folder)
     with _reading(folder):
         state = dist_checkpointing.load({"model": _sharded(chunks)}, str(folder))
     _load_chunks(chunks, state["model"])
+
+
+def _check_pickles(folder: Path) -> None:
+    """Megatron unpickles what lies in a checkpoint as it is: look through it before."""
+    try:
+        read_metadata(folder)
+    except ValueError as error:
+        raise ValueError(f"cannot read the checkpoint {folder}: {error}") from None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,26 @@ def test_a_damaged_checkpoint_is_named(
         load_learner(folder, learner)
     assert "\n" not in str(caught.value)
     assert learner.version == 0
+
+
+def test_a_pickle_that_would_run_something_is_refused(
+    checkpoints: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    """C7: megatron would have run it."""
+
+    class Runs:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    folder = tmp_path / "learner"
+    shutil.copytree(checkpoints / "plain" / "learner", folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    learner = new_learner(checkpoints / "model", one_rank, ADAMW)
+    with pytest.raises(ValueError, match=r"it would run posix\.system"):
+        load_learner(folder, learner)
+    with pytest.raises(ValueError, match=r"it would run posix\.system"):
+        load_model(folder, learner.chunks)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_appears_whole(one_rank: Mesh, tmp_path: Path) -> None:
