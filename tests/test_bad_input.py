@@ -201,8 +201,8 @@ def broken_config(folder: Path) -> str:
 
 
 def other_architecture(folder: Path) -> str:
-    edit_json(folder / "config.json", architectures=["LlamaForCausalLM"])
-    return "supported is ['Qwen3ForCausalLM']"
+    edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"])
+    return "architectures: ['GPT2LMHeadModel']"
 
 
 def without_tokenizer(folder: Path) -> str:

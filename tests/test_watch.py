@@ -115,7 +115,8 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert "step 20 of 40, about 0:00:10 left" in text
     assert "learner idle 22%, engines idle 22%" in text
     assert "held-out accuracy" in text and "0.900" in text
-    assert "gmc epsilon=0.2, lag 4 (exact), seed 0" in text
+    # The folder's path may push the rest into another line.
+    assert "gmc epsilon=0.2, lag 4 (exact), seed 0" in " ".join(text.split())
     assert "no known bad sign" in text
     assert "silent for 0:02:00: it has stopped, or a step hangs" in shown(run, silent=120.0)
 

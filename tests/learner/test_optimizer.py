@@ -28,7 +28,7 @@ def copied(learner: Learner) -> dict[str, Tensor]:
 
 def gradient(learner: Learner, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     """Random numbers put where a backward pass leaves the gradient; returned as well."""
-    learner.model.zero_grad_buffer()
+    learner.model[0].zero_grad_buffer()
     learner.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
