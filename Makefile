@@ -32,8 +32,10 @@ $(STAMP): requirements/torch.txt requirements/cpu.txt pyproject.toml setup.py
 system:
 	tools/system_packages.sh
 
-test: system lint types
-	$(BIN)/python -m pytest
+# Two processes, since most tests wait or use one core; SGLang's servers need both cores for themselves.
+test: system lint types sglang-cpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/sglang
+	REQUIRE_SGLANG=1 $(BIN)/python -m pytest tests/sglang
 
 lint: setup
 	$(BIN)/ruff check .
