@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_gmc.launch.command import slurm
-from tests.distributed import ROOT
 from tests.launch.cluster import cluster, missing
+from tests.launch.jobs import TIMEOUT_S, logs, state, steps_of, submit, wait_for
 from tests.runs import (
     assert_same_weights,
     environment,
@@ -24,7 +22,6 @@ from tests.runs import (
 )
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-TIMEOUT_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +34,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"))
-
-
-def submit(folder: Path, config: Path, commands: dict[str, str], **options: object) -> str:
-    """Render and queue the job of `config`; returns its number."""
-    script = folder / "job.sh"
-    assert slurm(config, [], {"nodes": 2, "name": folder.name} | options, script) == 0
-    queued = subprocess.run(
-        ["sbatch", "--parsable", f"--chdir={folder}", str(script)],
-        env=commands | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return queued.stdout.strip()
-
-
-def state(job: str, commands: dict[str, str]) -> dict[str, str]:
-    """What scontrol says of the job."""
-    shown = subprocess.run(
-        ["scontrol", "show", "job", job], env=commands, capture_output=True, text=True, check=True
-    )
-    return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
-
-
-def wait_for(ready: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not ready():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
-
-
-def logs(folder: Path) -> str:
-    files = [*folder.glob("slurm-*.out"), *folder.glob("slurm/*/*.log")]
-    return "\n".join(f"== {file.name}\n{file.read_text()}" for file in files)
-
-
-def steps_of(run: Path) -> int:
-    record = run / "metrics.jsonl"
-    return len(record.read_text().splitlines()) if record.exists() else 0
 
 
 def test_a_warned_job_comes_back_and_loses_nothing(
