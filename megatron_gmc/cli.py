@@ -94,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dry-run", action="store_true", help="check everything and write nothing"
     )
+    convert.add_argument(
+        "--verify", action="store_true", help="then compare logits with those of transformers"
+    )
     convert.set_defaults(run=_convert)
 
     add_cluster_commands(commands)
@@ -130,4 +133,5 @@ def _convert(options: argparse.Namespace, rest: list[str]) -> int:
         like=options.like,
         dtype=options.dtype,
         dry_run=options.dry_run,
+        verify=options.verify,
     )

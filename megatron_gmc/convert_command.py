@@ -38,14 +38,16 @@ def convert(
     like: Path | None,
     dtype: Dtype | None = None,
     dry_run: bool = False,
+    verify: bool = False,
 ) -> int:
     """Convert in the direction that `source` tells; returns the exit code.
 
     A Megatron checkpoint holds no config and no tokenizer, so `like` names the Hugging Face
     folder that they come from. It may have been written on any mesh, and one that is written
     here can be read on any. `dtype` None keeps the weights' own. With `dry_run` everything is
-    checked and nothing written. Raises ConfigError for faulty input, OutputError where the
-    target cannot be written.
+    checked and nothing written; with `verify` both models then compute the logits of a few prompts,
+    and the exit code is 1 where they differ by more than rounding. Raises ConfigError for faulty
+    input, OutputError where the target cannot be written.
     """
     torch.set_num_threads(1)
     if not is_lead():
@@ -56,18 +58,28 @@ def convert(
     asked = None if dtype is None else getattr(torch, dtype)
     learner = source / "learner" if (source / "learner").is_dir() else source
     if not is_checkpoint(learner):
-        _to_megatron(source, target, asked, dry_run)
+        shape, kept = _to_megatron(source, target, asked, dry_run)
+        pair = source, target
     elif like is None:
         raise ConfigError(
             "--like: a Megatron checkpoint has no config.json and no tokenizer; name the "
             "Hugging Face folder to take them from"
         )
     else:
-        _to_hugging_face(learner, target, like, asked, dry_run)
-    return 0
+        shape, kept = _to_hugging_face(learner, target, like, asked, dry_run)
+        pair = target, learner
+    if dry_run or not verify:
+        return 0
+    from megatron_gmc.convert_verify import compare
+
+    compared = compare(*pair, shape, kept)
+    print(compared)
+    return 0 if compared.agrees else 1
 
 
-def _to_megatron(source: Path, target: Path, asked: torch.dtype | None, dry_run: bool) -> None:
+def _to_megatron(
+    source: Path, target: Path, asked: torch.dtype | None, dry_run: bool
+) -> tuple[ModelShape, torch.dtype]:
     with blamed_on(str(source)):
         shape = load_shape(source)
         check_tensors(tensor_shapes(source), shape)
@@ -78,11 +90,12 @@ def _to_megatron(source: Path, target: Path, asked: torch.dtype | None, dry_run:
             get = partial(single, names=files.dtypes, get=files.get)
             write_checkpoint(folder, shape, get, dtype)
     _say("Megatron checkpoint", target, shape, dtype, dry_run)
+    return shape, dtype
 
 
 def _to_hugging_face(
     source: Path, target: Path, like: Path, asked: torch.dtype | None, dry_run: bool
-) -> None:
+) -> tuple[ModelShape, torch.dtype]:
     with blamed_on(f"--like {like}"):
         shape = load_shape(like)
         dtype = asked or stored_dtype(source, shape)
@@ -95,6 +108,7 @@ def _to_hugging_face(
         with writing(target), blamed_on(f"--like {like}"):
             stream_folder(target, entries, dtype, read_tensors(source, shape), like)
     _say("Hugging Face folder", target, shape, dtype, dry_run)
+    return shape, dtype
 
 
 def _only_dtype(names: Iterable[str]) -> torch.dtype:
