@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_gmc.convert.dist_checkpoint import read_tensors, stored_dtype, write_checkpoint
 from megatron_gmc.convert.dist_metadata import is_checkpoint, read_metadata
@@ -120,6 +121,31 @@ def test_an_index_that_would_run_something(
     with pytest.raises(ValueError, match=r"\.metadata: it would run posix\.system"):
         list(read_tensors(folder, shape))
     assert not mark.exists()
+
+
+class Reads:
+    """Not a call of its own, but the way to one: an attribute of a class that may be named."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (torch.Size, "__init_subclass__")
+
+
+def test_only_members_of_enums_are_read_by_name(
+    shape: ModelShape, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Python 3.11.2 pickles a member of an enum as getattr of its class and name."""
+
+    class Named:
+        def __reduce__(self) -> tuple[object, tuple[object, str]]:
+            return getattr, (WriteItemType, "SHARD")
+
+    folder = copied(checkpoint, tmp_path / "hostile")
+    (folder / ".metadata").write_bytes(pickle.dumps(Reads()))
+    with pytest.raises(ValueError, match=r"it would read '__init_subclass__'"):
+        list(read_tensors(folder, shape))
+    (folder / ".metadata").write_bytes(pickle.dumps(Named()))
+    with pytest.raises(ValueError, match=r"is no checkpoint index: it holds a WriteItemType"):
+        list(read_tensors(folder, shape))
 
 
 def test_an_object_that_would_run_something(
