@@ -5,11 +5,13 @@ set -euo pipefail
 
 declare -A packages=(
   [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client [munged]=munge
-  [shellcheck]=shellcheck [chromium]=chromium
+  [shellcheck]=shellcheck [chromium]="chromium fonts-dejavu-core"
 )
 missing=()
 for program in "${!packages[@]}"; do
-  command -v "$program" >/dev/null || missing+=("${packages[$program]}")
+  command -v "$program" >/dev/null && continue
+  read -ra names <<<"${packages[$program]}"
+  missing+=("${names[@]}")
 done
 [ "${#missing[@]}" -eq 0 ] && exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
