@@ -9,7 +9,15 @@ import pytest
 
 from tests.browser import browser, opened
 from tests.distributed import run_ranks
-from tests.runs import TIMEOUT_S, end_world, make_task, sft_tree, train_tree, write_config
+from tests.runs import (
+    TIMEOUT_S,
+    completed,
+    end_world,
+    make_task,
+    sft_tree,
+    train_tree,
+    write_config,
+)
 
 __all__ = ["browser", "opened"]
 
@@ -22,12 +30,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run at exact lag 2 that nothing interrupted; nobody writes into it."""
-    from megatron_gmc.cli import main
+    """The folder of a run at exact lag 2 that nothing interrupted; nobody writes into it.
 
+    In a process of its own, as every run whose bits are compared: what other tests do to libraries
+    in this process may show in the last bits.
+    """
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder / "train.yaml", train_tree(task, folder / "run"))
-    assert main(["train", str(config)]) == 0
+    completed("train", config)
     return folder / "run"
 
 

@@ -145,6 +145,13 @@ def run_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def completed(*arguments: str | Path) -> str:
+    """Run a command that must succeed, in a process of its own; what it printed."""
+    done = run_alone(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def start_ranks(world: int, log: Path, *arguments: str | Path) -> list[subprocess.Popen[bytes]]:
     """Start a command on `world` ranks, each leading a process group of its own."""
     port = free_port()

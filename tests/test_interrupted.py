@@ -23,6 +23,7 @@ from tests.runs import (
     TIMEOUT_S,
     assert_same_weights,
     command,
+    completed,
     end_world,
     engine_of,
     environment,
@@ -47,7 +48,7 @@ def test_killed_and_resumed(task: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path / "train.yaml", train_tree(task, run))
     kill_after_checkpoint(run, 1, "train", config)
-    assert main(["train", str(config), "--resume"]) == 0
+    completed("train", config, "--resume")
     assert_same_weights(run, finished)
     assert records(run) == records(finished)
 
@@ -95,7 +96,7 @@ def test_crashed_between_two_writes(
         patched.setattr(Checkpoints, "begin", save_and_crash)
         main(["train", str(config_file)])
     end_world()
-    assert main(["train", str(config_file), "--resume"]) == 0
+    completed("train", config_file, "--resume")
     run = config_file.parent / "run"
     assert_same_weights(run, finished)
     assert records(run) == records(finished)
@@ -206,7 +207,7 @@ def test_an_engine_that_is_killed(config_file: Path, tmp_path: Path, finished: P
     assert not (run / "result.json").exists()
     assert not (run / "huggingface").exists()
 
-    assert main(["train", str(config_file), "--resume"]) == 0
+    completed("train", config_file, "--resume")
     assert_same_weights(run, finished)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gmc.cli import main
-from tests.runs import assert_same_weights, end_world, records, train_tree, write_config
+from tests.runs import assert_same_weights, completed, end_world, records, train_tree, write_config
 
 pytestmark = pytest.mark.usefixtures("own_world")
 
@@ -42,16 +42,13 @@ def missing(checkpoint: Path) -> None:
     (checkpoint / "learner" / ".metadata").unlink()
 
 
-def test_a_damaged_checkpoint_is_passed_over(
-    task: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over(task: Path, finished: Path, tmp_path: Path) -> None:
     """D1, D2: by name, for the one before; the end is that of the run nothing interrupted."""
     run, fault = tmp_path / "run", "learner/__0_0.distcp holds other bytes than were written"
     stopped_after(finished, run, 2, 4)
     one_bit(run / "checkpoints" / "step_000004")
     config = write_config(tmp_path / "train.yaml", train_tree(task, run))
-    assert main(["train", str(config), "--resume"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output = " ".join(completed("train", config, "--resume").split())
     assert (
         f"step_000004 is damaged: {fault}; it is kept as step_000004.damaged goes on from "
         "step_000002"

@@ -24,6 +24,7 @@ from megatron_gmc.learner.policy_step import Objective, policy_gradient
 from megatron_gmc.optim_config import OptimConfig
 from tests.runs import (
     assert_same_weights,
+    completed,
     edit_json,
     end_world,
     final_weights,
@@ -40,9 +41,9 @@ PROMPTS_PER_STEP = 2
 
 
 def trained(task: Path, folder: Path, **changes: dict[str, object]) -> Path:
-    """Run a changed config to its end in this process; return the run's folder."""
+    """Run a changed config to its end, in a process of its own; return the run's folder."""
     config = write_config(folder / "train.yaml", train_tree(task, folder / "run", **changes))
-    assert main(["train", str(config)]) == 0
+    completed("train", config)
     return folder / "run"
 
 
@@ -221,7 +222,7 @@ def test_two_steps_on_one_batch(task: Path, tmp_path: Path) -> None:
     changes["train"] |= {"output_dir": str(again)}
     config = write_config(tmp_path / "again.yaml", train_tree(task, again, **changes))
     end_world()
-    assert main(["train", str(config), "--resume"]) == 0
+    completed("train", config, "--resume")
     assert_same_weights(run, again)
     assert records(again) == steps
 
