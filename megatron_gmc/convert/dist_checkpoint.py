@@ -102,15 +102,16 @@ def _parameter(name: str, tensors: tuple[Layout, ...], shape: ModelShape) -> Par
 def read_tensors(folder: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of the checkpoint in `folder`, one at a time, in its own dtype.
 
-    Memory: two of the largest parameters. Raises ValueError where the checkpoint is damaged, is
-    another model's, or holds a pickle that would run something.
+    Tensors of one parameter may share memory, which nobody else holds. Memory: two of the largest
+    parameters. Raises ValueError where the checkpoint is damaged, is another model's, or holds a
+    pickle that would run something.
     """
     index = read_metadata(folder)
     for parameter in parameters(shape):
         whole = _read(folder, index, parameter)
         for layout in parameter.tensors:
             part = slot_view(whole, layout, shape)
-            yield layout.name, part.reshape(layout.shape).clone()
+            yield layout.name, part.reshape(layout.shape)
 
 
 def stored_dtype(folder: Path, shape: ModelShape) -> torch.dtype:
@@ -144,6 +145,8 @@ def _read(folder: Path, index: Metadata, parameter: Parameter) -> Tensor:
             continue
         part = _load(folder, index, MetadataIndex(parameter.key, chunk.offsets))[tuple(inside)]
         offsets, sizes = offsets[depth:], sizes[depth:]
+        if sizes == parameter.shape:
+            return part
         # Padding of the vocabulary lies past the end.
         rows = max(0, min(sizes[0], parameter.shape[0] - offsets[0]))
         place = tuple(slice(o, o + s) for o, s in zip(offsets, (rows, *sizes[1:]), strict=True))
