@@ -29,6 +29,7 @@ from tests.runs import (
     environment,
     records,
     roll_back,
+    run_alone,
     start_ranks,
     train_tree,
     wait_until,
@@ -227,14 +228,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk(
-    config_file: Path, small_disk: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk(config_file: Path, small_disk: Path, finished: Path) -> None:
     """The checkpoint before stays whole; with room, the run goes on from it."""
     run = small_disk / "run"
     words = ["train", str(config_file), "--train.output_dir", str(run)]
-    assert main(words) == 1
-    *_, said = capsys.readouterr().err.splitlines()
+    full = run_alone(*words)
+    assert full.returncode == 1
+    *_, said = full.stderr.splitlines()
     assert said.startswith(f"error: cannot write {run}/")
     assert said.endswith(
         "(0 MiB are free there); make room, then start the command again, train with --resume"
@@ -244,6 +244,5 @@ def test_a_full_disk(
     assert not (run / "huggingface").exists()
 
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    end_world()
-    assert main([*words, "--resume"]) == 0
+    completed(*words, "--resume")
     assert_same_weights(run, finished)

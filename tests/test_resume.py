@@ -82,33 +82,26 @@ def test_no_good_checkpoint_is_left(
         end_world()
 
 
-def test_auto_starts_and_goes_on(
-    task: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_starts_and_goes_on(task: Path, finished: Path, tmp_path: Path) -> None:
     """D3: the same command starts the run, goes on with it, and says when nothing is left."""
     run = tmp_path / "run"
     words = ["train", "", "--train.resume", "auto"]
     words[1] = str(write_config(tmp_path / "train.yaml", train_tree(task, run)))
     stopped_after(finished, run, 4)
     (run / "checkpoints" / "step_000006.partial").mkdir()
-    assert main(words) == 0
-    assert "goes on from step_000004" in capsys.readouterr().out
+    assert "goes on from step_000004" in completed(*words)
     assert not (run / "checkpoints" / "step_000006.partial").exists()
     assert_same_weights(run, finished)
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith("nothing left to do")
+    assert completed(*words).startswith("nothing left to do")
 
 
-def test_auto_without_a_checkpoint(
-    task: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_without_a_checkpoint(task: Path, finished: Path, tmp_path: Path) -> None:
     """A run killed before its first checkpoint starts from its beginning."""
     run = tmp_path / "run"
     stopped_after(finished, run)
     words = ["train", "", "--train.resume", "auto"]
     words[1] = str(write_config(tmp_path / "train.yaml", train_tree(task, run)))
-    assert main(words) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output = " ".join(completed(*words).split())
     assert "goes on from its beginning, since it has no checkpoint" in output
     assert_same_weights(run, finished)
     assert records(run) == records(finished)
