@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_gmc.config import Config
@@ -19,7 +20,7 @@ from megatron_gmc.rollout.engine import Engine
 from megatron_gmc.rollout.fleet import FleetPolicy
 from megatron_gmc.rollout.sglang.engine import InFlight, RunningServer, SglangEngine, WeightPlan
 from megatron_gmc.rollout.sglang.probe import Probes
-from megatron_gmc.rollout.sglang.server import Keys, ServerPlan, SglangServer
+from megatron_gmc.rollout.sglang.server import LOOPBACK, Keys, ServerPlan, SglangServer
 from megatron_gmc.rollout.sglang.transports import TransportName
 from megatron_gmc.run_folder import RunFolder
 
@@ -89,18 +90,32 @@ def _servers(
         return [(f"SGLang at {one}", RunningServer(one, keys)) for one in sglang.addresses]
     started: list[tuple[str, SglangServer | RunningServer]] = []
     for number in range(sglang.servers or 0):
-        plan = ServerPlan(
-            python=sglang.python,
-            folder=config.policy.path,
-            log=folder.path / f"sglang_{number}.log",
-            start_timeout_s=config.rollout.start_timeout_s,
-            options=sglang.options,
-            tensor=sglang.tensor,
-            cpu=sglang.device == "cpu",
-        )
+        plan = server_plan(config, sglang, folder.path / f"sglang_{number}.log")
         name = f"SGLang server {number}"
         started.append((name, SglangServer(name, plan)))
     return started
+
+
+def server_plan(
+    config: Config,
+    sglang: SglangConfig,
+    log: Path,
+    *,
+    host: str = LOOPBACK,
+    port: int | None = None,
+) -> ServerPlan:
+    """How a server of the config's policy is started; see ServerPlan."""
+    return ServerPlan(
+        python=sglang.python,
+        folder=config.policy.path,
+        log=log,
+        start_timeout_s=config.rollout.start_timeout_s,
+        options=sglang.options,
+        host=host,
+        port=port,
+        tensor=sglang.tensor,
+        cpu=sglang.device == "cpu",
+    )
 
 
 def keys_of(sglang: SglangConfig) -> Keys:

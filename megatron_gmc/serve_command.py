@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_gmc.config import Config
-from megatron_gmc.engines import keys_of
+from megatron_gmc.engines import keys_of, server_plan
 from megatron_gmc.errors import ConfigError
 from megatron_gmc.rollout.engine import EngineError
-from megatron_gmc.rollout.sglang.server import ServerPlan, SglangServer
+from megatron_gmc.rollout.sglang.server import SglangServer
 from megatron_gmc.run_folder import write_atomically
 from megatron_gmc.settings import load_config
 
@@ -30,6 +30,7 @@ def serve(
 
     `host` None is this machine's name, `port` None a free one; `address_file` then says where the
     server is, once it serves.
+
     The keys come from the environment variables that the config names, so that the run, which
     reaches this server by `rollout.sglang.addresses`, has the same. Raises ConfigError for a faulty
     config or a missing key, EngineError where the server ends by itself.
@@ -38,17 +39,7 @@ def serve(
     sglang = config.rollout.sglang
     if sglang is None:
         raise ConfigError("rollout.sglang: this command needs it, and an engine sglang")
-    plan = ServerPlan(
-        python=sglang.python,
-        folder=config.policy.path,
-        log=log,
-        start_timeout_s=config.rollout.start_timeout_s,
-        options=sglang.options,
-        host=host or socket.gethostname(),
-        port=port,
-        tensor=sglang.tensor,
-        cpu=sglang.device == "cpu",
-    )
+    plan = server_plan(config, sglang, log, host=host or socket.gethostname(), port=port)
     server = SglangServer(f"SGLang server on {plan.host}", plan, keys_of(sglang))
     return asyncio.run(_serve(server, address_file))
 

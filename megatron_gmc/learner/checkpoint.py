@@ -34,22 +34,6 @@ _RESHARDABLE = {
 }
 
 
-@contextmanager
-def committed_folder(path: Path, mesh: Mesh) -> Iterator[Path]:
-    """A folder that all ranks fill and that appears under `path` only once it is whole."""
-    partial = open_partial(path, mesh)
-    try:
-        yield partial
-    except BaseException:
-        # On a full disk it is in the way of everything else.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _barrier(mesh)
-    if mesh.rank == 0:
-        commit(partial, path)
-    _barrier(mesh)
-
-
 def open_partial(path: Path, mesh: Mesh) -> Path:
     """Make the empty folder that is to become `path`; collective."""
     partial = path.with_name(path.name + ".partial")

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_gmc.learner.batch import Batch, broadcast_batch
-from megatron_gmc.learner.checkpoint import committed_folder, load_learner, save_learner
+from megatron_gmc.learner.checkpoint import load_learner, save_learner
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from tests.learner.steps import (
     ADAMW,
     DISTRIBUTED,
+    committed_folder,
     imitate,
     new_learner,
     random_rows,

@@ -11,10 +11,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gmc.learner.batch import Batch
-from megatron_gmc.learner.checkpoint import committed_folder, load_learner, save_learner
+from megatron_gmc.learner.checkpoint import load_learner, save_learner
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.sft import imitation_gradient
-from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner, random_rows, weights_of
+from tests.learner.steps import (
+    ADAMW,
+    DISTRIBUTED,
+    committed_folder,
+    imitate,
+    new_learner,
+    random_rows,
+    weights_of,
+)
 from tests.learner.workers import create_mesh
 
 OPTIMIZERS = {"plain": ADAMW, "distributed": DISTRIBUTED}

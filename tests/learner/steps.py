@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gmc.convert.hf_config import load_shape
 from megatron_gmc.convert.hugging_face import stream_tensors
 from megatron_gmc.learner.batch import Batch, Row
+from megatron_gmc.learner.checkpoint import commit, open_partial
 from megatron_gmc.learner.learner import Learner
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.optim_config import OptimConfig
@@ -66,3 +71,19 @@ def imitate(learner: Learner, seed: int) -> float:
 def weights_of(learner: Learner) -> dict[str, Tensor]:
     """Whole weights on rank 0, nothing elsewhere; collective."""
     return dict(learner.weights())
+
+
+@contextmanager
+def committed_folder(path: Path, mesh: Mesh) -> Iterator[Path]:
+    """A folder that all ranks fill and that appears under `path` only once it is whole."""
+    partial = open_partial(path, mesh)
+    try:
+        yield partial
+    except BaseException:
+        # On a full disk it is in the way of everything else.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    dist.barrier()
+    if mesh.rank == 0:
+        commit(partial, path)
+    dist.barrier()

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_gmc.learner.checkpoint import (
-    committed_folder,
     load_learner,
     load_model,
     save_learner,
@@ -22,7 +21,14 @@ from megatron_gmc.learner.checkpoint import (
 from megatron_gmc.learner.mesh import Mesh
 from megatron_gmc.optim_config import OptimConfig
 from megatron_gmc.run_folder import RunFolder
-from tests.learner.steps import ADAMW, DISTRIBUTED, imitate, new_learner, weights_of
+from tests.learner.steps import (
+    ADAMW,
+    DISTRIBUTED,
+    committed_folder,
+    imitate,
+    new_learner,
+    weights_of,
+)
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -24,18 +24,16 @@ SHUTDOWN_S = 1
 
 
 def main() -> int:
-    # SLURM warns every process of a job step; the run decides when this one ends.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # SLURM sends what is meant for the ranks to every process of a job step; the run that ends in
+    # good order still needs samples, and closes standard input when it does not.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     arguments = _arguments()
     report = _take_over_stdout()
     token = sys.stdin.buffer.readline().decode().strip()
     if not token:
         print("error: the first line of standard input must be a token", file=sys.stderr)
         return 2
-    # SLURM sends what is meant for the ranks to every process of a job step; the run that ends in
-    # good order still needs samples, and closes standard input when it does not.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     return _serve(arguments.folder, arguments.version, token, report)
 
