@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_gmc.config import Config
+from megatron_gmc.config import Config, MeshConfig
 from megatron_gmc.convert.hf_config import ModelShape
 from megatron_gmc.convert.mapping import layouts
 from megatron_gmc.launch import checks
@@ -76,8 +76,7 @@ def _over_ranks(mine: list[Check], config: Config | None) -> list[Check]:
     from megatron_gmc.learner.mesh import Mesh
 
     start_world()
-    tensor, pipeline = (config.mesh.tensor, config.mesh.pipeline) if config else (1, 1)
-    mesh = Mesh.create(tensor, pipeline)
+    mesh = Mesh.of(config.mesh if config else MeshConfig())
     everyone: list[list[Check]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(everyone, mine)
     merged = _merge(everyone)

@@ -102,11 +102,12 @@ def render(
 
 def _check(job: SlurmJob, config: Config) -> None:
     mesh = config.mesh
-    product = mesh.tensor * mesh.pipeline
+    product = mesh.tensor * mesh.context * mesh.pipeline
     if job.ranks % product:
         raise ValueError(
             f"nodes {job.nodes} × ranks_per_node {job.ranks_per_node} = {job.ranks} ranks are no "
-            f"multiple of mesh.tensor {mesh.tensor} × mesh.pipeline {mesh.pipeline} = {product}"
+            f"multiple of mesh.tensor {mesh.tensor} × mesh.context {mesh.context} × mesh.pipeline "
+            f"{mesh.pipeline} = {product}"
         )
     if job.engine_nodes and config.rollout.sglang is None:
         raise ValueError(

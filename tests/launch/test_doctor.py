@@ -104,6 +104,15 @@ def test_over_ranks(tmp_path: Path) -> None:
     assert "all-reduce" not in other
 
 
+def test_context_groups_are_tried(tmp_path: Path) -> None:
+    save_tiny_qwen3(tmp_path / "policy", tied=True)
+    config = write_config(
+        tmp_path / "train.yaml", train_tree(tmp_path, tmp_path / "run", mesh={"context": 2})
+    )
+    lead, _ = run_ranks("megatron_gmc", "doctor", 2, str(config))
+    assert "all-reduce, context" in lead
+
+
 def test_a_mesh_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_qwen3(tmp_path / "policy", tied=True)
     config = write_config(

@@ -155,6 +155,12 @@ def test_a_mesh_that_the_ranks_cannot_fill(tmp_path: Path) -> None:
         slurm(config, [], {"nodes": 3, "ranks_per_node": 4}, None)
 
 
+def test_context_ranks_count(tmp_path: Path) -> None:
+    config = write(tmp_path, mesh={"tensor": 2, "context": 2})
+    with pytest.raises(ConfigError, match=r"mesh\.context 2 × mesh\.pipeline 1 = 4"):
+        slurm(config, [], {"nodes": 1, "ranks_per_node": 6}, None)
+
+
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(tmp_path)
     arguments = ["slurm", str(config), "--nodes", "2", "--time", "30", "--optim.lr", "0.5"]
